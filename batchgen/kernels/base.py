@@ -1,0 +1,151 @@
+"""What an engine asks of a backend, and the arrays of one step.
+
+A backend owns its arrays: packed weights, the KV cache, activations. A model describes itself once by calling the
+operations of `Ops` (models/decoder.py); a backend may execute them at once, step after step (the numpy reference), or
+record them at load and replay the recording every step (the CPU and CUDA kernels). A step's inputs arrive in one
+piece, a `StepBatch`; nothing returns to Python between its first operation and its sampled tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEY_BLOCK = 32
+"""Keys that attention takes at a time; the page size is a multiple of it."""
+
+SAMPLE_DTYPE = np.dtype(
+    [
+        ("row", np.int64),  # which logits row
+        ("greedy", np.int64),
+        ("top_k", np.int64),
+        ("rng_key", np.uint64),
+        ("sample_number", np.int64),
+        ("token_index", np.int64),
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("repetition_penalty", np.float64),
+        ("presence_penalty", np.float64),
+        ("frequency_penalty", np.float64),
+        ("history_begin", np.int64),  # [begin, prompt_end) prompt tokens, [prompt_end, end) generated ones
+        ("history_prompt_end", np.int64),
+        ("history_end", np.int64),
+        ("suppress_begin", np.int64),
+        ("suppress_end", np.int64),
+    ]
+)
+"""One token to draw. Where nothing but the arg-max is wanted, `needs_logits` is false for its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes that decide memory; `context_length` in tokens."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most a step may hold: tokens, sequences with logits, samples; and the KV cache in pages of `page_size` tokens."""
+
+    max_tokens: int
+    max_seqs: int
+    max_samples: int
+    num_pages: int
+    page_size: int
+
+
+@dataclass(slots=True, eq=False)
+class StepBatch:
+    """One step in flat arrays; T tokens of S sequences, R of which want logits, from which Q tokens are sampled.
+
+    Every sequence contributes `cu_seqlens_q[s+1] - cu_seqlens_q[s]` consecutive tokens, the last of which is number
+    `seq_lens[s] - 1` of its sequence. `copies` are (source, destination) slots whose KV is copied after this step's KV
+    is written and before attention reads it. `cleared_pages` are newly allocated. `shared_runs` rows are
+    (first sequence, end sequence, leading pages that these sequences share).
+    """
+
+    input_ids: NDArray[np.int32]  # (T,)
+    positions: NDArray[np.int32]  # (T,)
+    slot_mapping: NDArray[np.int64]  # (T,) page * page_size + offset
+    block_tables: NDArray[np.int32]  # (S, pages of the longest)
+    cu_seqlens_q: NDArray[np.int32]  # (S + 1,)
+    seq_lens: NDArray[np.int32]  # (S,)
+    logits_rows: NDArray[np.int32]  # (R,) token numbers in this step
+    needs_logits: NDArray[np.bool_]  # (R,) whether whole rows of logits are wanted
+    samples: NDArray[np.void]  # (Q,) SAMPLE_DTYPE
+    history: NDArray[np.int32]  # tokens that penalties look at
+    suppress: NDArray[np.int32]  # tokens that must not be sampled
+    copies: NDArray[np.int64]  # (C, 2)
+    cleared_pages: NDArray[np.int32]
+    shared_runs: NDArray[np.int32]  # (G, 3)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """Sampled tokens with their log-probabilities under the model's own distribution (before temperature and filters).
+
+    `logits` (rows that asked, vocabulary) float32 is a view that the next step overwrites.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    logits: NDArray[np.float32]
+    forward_ns: int
+    sample_ns: int
+
+
+class Ops(Protocol):
+    """The operations a decoder is made of. Handles are the backend's own; shapes are (rows of the step, columns)."""
+
+    def embed(self, table: Any) -> Any: ...
+    def rms_norm(self, x: Any, weight: Any, eps: float) -> Any: ...
+    def linear(self, x: Any, weight: Any) -> Any: ...
+    def rope_and_cache(self, qkv: Any, layer: int) -> Any: ...
+    def attention(self, q: Any, layer: int) -> Any: ...
+    def linear_add(self, x: Any, weight: Any, residual: Any) -> Any: ...
+    def linear_swiglu(self, x: Any, weight: Any) -> Any: ...
+    def final_norm(self, x: Any, weight: Any, eps: float) -> Any: ...
+    def sample_head(self, x: Any, weight: Any) -> None: ...
+
+
+class Backend(Protocol):
+    """Weights, memory and execution on one device.
+
+    `vector`, `table`, `linear` and `gated_pair` pack float32 weights: linears are given as (out, in) arrays that are
+    laid side by side; `build` receives a function that calls `Ops`.
+    """
+
+    name: str
+    kernel: str
+    weights_dtype: str
+    kv_dtype: str
+
+    def vector(self, values: NDArray[np.float32]) -> Any: ...
+    def table(self, rows: NDArray[np.float32]) -> Any: ...
+    def linear(self, parts: Sequence[NDArray[np.float32]]) -> Any: ...
+    def gated_pair(self, gate: NDArray[np.float32], up: NDArray[np.float32]) -> Any: ...
+    def page_bytes(self, shape: ModelShape, page_size: int) -> int: ...
+    def build(
+        self,
+        forward: Callable[[Ops], None],
+        shape: ModelShape,
+        limits: StepLimits,
+        rope: tuple[NDArray[np.float32], NDArray[np.float32]],
+    ) -> None: ...
+    def run(self, batch: StepBatch) -> StepResult: ...
+    def close(self) -> None: ...

@@ -1,0 +1,556 @@
+"""The recorded program of a model and the function that every thread runs, step after step.
+
+A program is an array of `OP_DTYPE` records, made once at load (backend.py). `run` is entered by all threads at once for
+a whole step: for each operation the threads take work items from a shared counter, so that a thread that the system
+set aside delays nobody until the barrier at the operation's end. The split into items depends on shapes alone, never on
+the number of threads.
+"""
+
+import numpy as np
+from numba import njit
+
+from batchgen.kernels.cpu import attention, gemm, sampling, simd, tiles
+
+EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE, CLEAR, ATTENTION, HEAD, PICK, SAMPLE = range(11)
+
+OP_DTYPE = np.dtype(
+    [
+        ("code", np.int64),
+        ("logits_rows", np.int64),  # 1: over the rows that want logits; 0: over the step's tokens
+        ("x", np.int64),  # address of the left operand
+        ("w", np.int64),  # address of the weight
+        ("out", np.int64),  # address of the result
+        ("k", np.int64),  # columns of x
+        ("n", np.int64),  # columns of the result
+        ("ld", np.int64),  # floats from one row of the float32 operand or result to the next
+        ("layer", np.int64),
+        ("eps", np.float64),
+    ],
+    align=True,
+)
+
+MODEL_DTYPE = np.dtype(
+    [
+        ("threads", np.int64),
+        ("kernel", np.int64),  # gemm.KERNEL_*
+        ("act_bf16", np.int64),
+        ("table_bf16", np.int64),
+        ("kv_bf16", np.int64),
+        ("kv_amx", np.int64),
+        ("layers", np.int64),
+        ("heads", np.int64),
+        ("kv_heads", np.int64),
+        ("group", np.int64),
+        ("head_dim", np.int64),
+        ("dim", np.int64),  # head_dim padded to 32
+        ("vocab", np.int64),
+        ("page_size", np.int64),
+        ("pages", np.int64),
+        ("max_tokens", np.int64),
+        ("q_scale", np.float64),
+        ("kv", np.int64),  # addresses from here on
+        ("q", np.int64),
+        ("acc", np.int64),
+        ("softmax", np.int64),
+        ("cos", np.int64),
+        ("sin", np.int64),
+        ("partial", np.int64),
+        ("logits", np.int64),
+        ("counters", np.int64),
+        ("barrier", np.int64),
+        ("tile_config", np.int64),
+        ("scratch", np.int64),
+        ("scratch_bytes", np.int64),
+    ],
+    align=True,
+)
+
+STEP_DTYPE = np.dtype(
+    [(name, np.int64) for name in ("tokens", "rows", "samples", "copies", "cleared", "shared_items", "items")],
+    align=True,
+)
+
+COUNTERS_PER_OP = 8
+ROW_CHUNK = 256
+"""Rows of A that stay in a core's second-level cache while the weights pass by."""
+HEAD_PAIRS = 8
+"""Column pairs of the output head per work item."""
+PARTIAL_FIELDS = 4
+LN_2 = 0.6931471805599453
+
+
+@njit(nogil=True)
+def round_up(value, multiple):
+    return (value + multiple - 1) // multiple * multiple
+
+
+@njit(nogil=True)
+def wait_for_all(barrier, threads, generation):
+    """Spin, then give the processor away while others still work."""
+    simd.fetch_add(barrier, 1)
+    spins = 0
+    while simd.load_acquire(barrier) < generation * threads:
+        spins += 1
+        if spins > 4000:
+            simd.sched_yield()
+
+
+@njit(nogil=True)
+def tile_address(base, row, column, k, size):
+    """Address of (row, column) of an activation with `k` columns, in 16 x 32 tiles of `size`-byte elements."""
+    tile = (row // 16) * (k // 32) + column // 32
+    return base + (tile * 512 + (row % 16) * 32 + column % 32) * size
+
+
+@njit(nogil=True)
+def store_any(address, value, is_bf16):
+    if is_bf16:
+        simd.store_bf16(address, value)
+    else:
+        simd.store(address, value)
+
+
+@njit(nogil=True)
+def embed_rows(op, model, input_ids, first, end):
+    size = 2 if model.table_bf16 else 4
+    for t in range(first, end):
+        source, target = op.w + np.int64(input_ids[t]) * op.k * size, op.out + t * op.ld * 4
+        for i in range(0, op.k, 16):
+            simd.store(target + i * 4, attention.load_any(source + i * size, model.table_bf16))
+
+
+@njit(nogil=True)
+def norm_rows(op, model, logits_rows, first, end):
+    """RMSNorm (Zhang & Sennrich 2019) of float32 rows into an activation; `op.n` columns count, `op.k` are stored."""
+    size = 2 if model.act_bf16 else 4
+    for r in range(first, end):
+        source = op.x + (np.int64(logits_rows[r]) if op.logits_rows else r) * op.ld * 4
+        squares = simd.broadcast(np.float32(0))
+        for i in range(0, op.k * 4, 64):
+            value = simd.load(source + i)
+            squares = simd.fma(value, value, squares)
+        scale = simd.broadcast(np.float32(1.0 / np.sqrt(simd.reduce_add(squares) / op.n + op.eps)))
+        for i in range(0, op.k, 16):
+            value = simd.load(source + i * 4) * scale * simd.load(op.w + i * 4)
+            store_any(tile_address(op.out, r, i, op.k, size), value, model.act_bf16)
+
+
+@njit(nogil=True)
+def swiglu(gate, up):
+    """SiLU(gate) * up (Shazeer 2020)."""
+    one = simd.broadcast(np.float32(1))
+    decay = simd.exp2(gate * simd.broadcast(np.float32(-sampling.LOG2_E)))
+    return simd.divide(gate, one + decay) * up
+
+
+@njit(nogil=True)
+def finish_block(op, model, c, row, rows, pair):
+    """Epilogue of one 32 x 32 block: store, add to the residual, or SwiGLU into the next activation."""
+    for r in range(rows):
+        left, right = simd.load(c + r * 128), simd.load(c + r * 128 + 64)
+        if op.code == LINEAR_SWIGLU:
+            size = 2 if model.act_bf16 else 4
+            store_any(tile_address(op.out, row + r, pair * 16, op.n, size), swiglu(left, right), model.act_bf16)
+        else:
+            target = op.out + ((row + r) * op.ld + pair * 32) * 4
+            if op.code == LINEAR_ADD:
+                left, right = left + simd.load(target), right + simd.load(target + 64)
+            simd.store(target, left)
+            simd.store(target + 64, right)
+
+
+@njit(nogil=True)
+def pair_bytes(model, k):
+    """Bytes of two weight panels of `k` rows."""
+    return k * 32 * (4 if model.kernel == gemm.KERNEL_F32 else 2)
+
+
+@njit(nogil=True)
+def linear_item(op, model, rows, item, scratch):
+    """One pair of weight panels times up to ROW_CHUNK rows."""
+    size = 2 if model.act_bf16 else 4
+    pairs = (2 * op.n if op.code == LINEAR_SWIGLU else op.n) // 32
+    first, pair = (item // pairs) * ROW_CHUNK, item % pairs
+    weight = op.w + pair * pair_bytes(model, op.k)
+    for row in range(first, min(rows, first + ROW_CHUNK), 32):
+        count = min(32, rows - row)
+        gemm.block(model.kernel, op.x + (row // 16) * op.k * 16 * size, weight, op.k // 32, count, scratch)
+        finish_block(op, model, scratch, row, count, pair)
+
+
+@njit(nogil=True)
+def rotate(source, target, cos, sin, half, scale):
+    """Rotary embedding (Su et al. 2021), dimension i paired with i + half; float32 to float32."""
+    if half % 16 == 0:
+        factor = simd.broadcast(np.float32(scale))
+        for i in range(0, half * 4, 64):
+            c, s = simd.load(cos + i) * factor, simd.load(sin + i) * factor
+            left, right = simd.load(source + i), simd.load(source + half * 4 + i)
+            simd.store(target + i, left * c - right * s)
+            simd.store(target + half * 4 + i, right * c + left * s)
+    else:
+        for i in range(0, half * 4, 4):
+            c, s = simd.read_f32(cos + i) * np.float32(scale), simd.read_f32(sin + i) * np.float32(scale)
+            left, right = simd.read_f32(source + i), simd.read_f32(source + half * 4 + i)
+            simd.write_f32(target + i, left * c - right * s)
+            simd.write_f32(target + half * 4 + i, right * c + left * s)
+
+
+@njit(nogil=True)
+def block_bytes(model):
+    """Bytes of the keys, or of the values, of one block of one KV head."""
+    return model.dim * 32 * (2 if model.kv_bf16 else 4)
+
+
+@njit(nogil=True)
+def block_address(model, layer, page, offset, kv_head):
+    """Address of the keys of the 32-slot block that holds slot `offset` of a page; its values follow."""
+    blocks = model.page_size // 32
+    index = ((np.int64(layer) * model.pages + page) * blocks + offset // 32) * model.kv_heads + kv_head
+    return model.kv + index * 2 * block_bytes(model)
+
+
+@njit(nogil=True)
+def write_key(model, block, slot, row):
+    """A float32 key into its place in a block."""
+    if model.kv_amx:
+        half = block + (slot // 16) * model.dim * 32 + (slot % 16) * 4
+        simd_pairs = model.dim // 2
+        for p in range(simd_pairs):
+            simd.write_i32(half + p * 64, simd.read_i32(row + p * 4))
+    else:
+        for i in range(model.dim):
+            if model.kv_bf16:
+                simd.write_u16(block + (i * 32 + slot) * 2, simd.read_u16(row + i * 2))
+            else:
+                simd.write_f32(block + (i * 32 + slot) * 4, simd.read_f32(row + i * 4))
+
+
+@njit(nogil=True)
+def write_value(model, block, slot, row):
+    if model.kv_amx:
+        place = block + (slot // 2) * 64 + (slot % 2) * 2
+        for i in range(model.dim):
+            simd.write_u16(place + (i // 16) * 1024 + (i % 16) * 4, simd.read_u16(row + i * 2))
+    else:
+        size = 2 if model.kv_bf16 else 4
+        for i in range(0, model.dim * size, 4):
+            simd.write_i32(block + slot * model.dim * size + i, simd.read_i32(row + i))
+
+
+@njit(nogil=True)
+def pack_row(model, row):
+    """Float32 to the cache's type in place: the first half of the row's bytes when that is bfloat16."""
+    if model.kv_bf16:
+        for i in range(0, model.dim, 16):
+            simd.store_bf16(row + i * 2, simd.load(row + i * 4))
+
+
+@njit(nogil=True)
+def rope_rows(op, model, positions, slot_mapping, first, end, scratch):
+    """Rotate q and k, scale q for exp2, lay q out by KV head and write k and v into the cache."""
+    d, half, q_size = model.head_dim, model.head_dim // 2, 2 if model.kv_amx else 4
+    zero = simd.broadcast(np.float32(0))
+    for i in range(0, model.dim * 4, 64):
+        simd.store(scratch + i, zero)
+    for t in range(first, end):
+        source = op.x + t * op.ld * 4
+        cos, sin = model.cos + np.int64(positions[t]) * half * 4, model.sin + np.int64(positions[t]) * half * 4
+        for h in range(model.heads):
+            rotate(source + h * d * 4, scratch, cos, sin, half, model.q_scale)
+            row = (h // model.group) * model.max_tokens * model.group + t * model.group + h % model.group
+            for i in range(0, model.dim, 16):
+                store_any(model.q + (row * model.dim + i) * q_size, simd.load(scratch + i * 4), model.kv_amx)
+        page, offset = slot_mapping[t] // model.page_size, slot_mapping[t] % model.page_size
+        for h in range(model.kv_heads):
+            block = block_address(model, op.layer, page, offset, h)
+            for i in range(0, model.dim * 4, 64):
+                simd.store(scratch + i, zero)
+            rotate(source + (model.heads + h) * d * 4, scratch, cos, sin, half, 1.0)
+            pack_row(model, scratch)
+            write_key(model, block, offset % 32, scratch)
+            for i in range(0, model.dim * 4, 64):
+                simd.store(scratch + i, zero)
+            for i in range(0, d * 4, 64):
+                simd.store(scratch + i, simd.load(source + (model.heads + model.kv_heads + h) * d * 4 + i))
+            pack_row(model, scratch)
+            write_value(model, block + block_bytes(model), offset % 32, scratch)
+        for i in range(0, model.dim * 4, 64):
+            simd.store(scratch + i, zero)
+
+
+@njit(nogil=True)
+def copy_element(size, source, target):
+    if size == 2:
+        simd.write_u16(target, simd.read_u16(source))
+    else:
+        simd.write_i32(target, simd.read_i32(source))
+
+
+@njit(nogil=True)
+def copy_slot(model, layer, source, target):
+    """Copy one token's keys and values of one layer to another slot."""
+    size = 2 if model.kv_bf16 else 4
+    s, t = source % 32, target % 32
+    for h in range(model.kv_heads):
+        a = block_address(model, layer, source // model.page_size, source % model.page_size, h)
+        b = block_address(model, layer, target // model.page_size, target % model.page_size, h)
+        va, vb = a + block_bytes(model), b + block_bytes(model)
+        for i in range(model.dim):
+            if model.kv_amx:
+                pair = (i // 2) * 64 + (i % 2) * 2
+                copy_element(2, a + (s // 16) * model.dim * 32 + (s % 16) * 4 + pair,
+                             b + (t // 16) * model.dim * 32 + (t % 16) * 4 + pair)  # fmt: skip
+                lane = (i // 16) * 1024 + (i % 16) * 4
+                copy_element(2, va + lane + (s // 2) * 64 + (s % 2) * 2, vb + lane + (t // 2) * 64 + (t % 2) * 2)
+            else:
+                copy_element(size, a + (i * 32 + s) * size, b + (i * 32 + t) * size)
+                copy_element(size, va + (s * model.dim + i) * size, vb + (t * model.dim + i) * size)
+
+
+@njit(nogil=True)
+def clear_page(model, page, layer):
+    """Zero a new page's values: attention multiplies the slots past a sequence's end by zero, and 0 * NaN is NaN."""
+    zero = simd.broadcast(np.float32(0))
+    for offset in range(0, model.page_size, 32):
+        for h in range(model.kv_heads):
+            values = block_address(model, layer, page, offset, h) + block_bytes(model)
+            for i in range(0, block_bytes(model), 64):
+                simd.store(values + i, zero)
+
+
+@njit(nogil=True)
+def attend(op, model, positions, block_tables, item, kv_head, scratch):
+    """One work item of attention.py for one KV head."""
+    dim, amx = model.dim, model.kv_amx
+    row0, rows, table = np.int64(item[attention.ROW]), np.int64(item[attention.ROWS]), item[attention.SEQUENCE]
+    acc, scores, p, stats = scratch, scratch + dim * 64, scratch + dim * 64 + 2048, scratch + dim * 64 + 4096
+    state = kv_head * model.max_tokens * model.group + row0
+    q = model.q + state * dim * (2 if amx else 4)
+    attention.begin_rows(rows, dim, acc, stats)
+    if not item[attention.START]:
+        attention.copy_floats(model.acc + state * dim * 4, acc, rows * dim)
+        for r in range(rows * 2):
+            simd.write_f32(stats + r * 4, simd.read_f32(model.softmax + state * 8 + r * 4))
+    for b in range(item[attention.FIRST], item[attention.END]):
+        slot = b * 32
+        page = np.int64(block_tables[table, slot // model.page_size])
+        keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
+        values = keys + block_bytes(model)
+        if amx:
+            attention.scores_amx(q, keys, dim, scores)
+        else:
+            attention.scores_vector(q, keys, dim, rows, model.kv_bf16, scores)
+        for r in range(rows):
+            visible = np.int64(positions[(row0 + r) // model.group]) + 1 - slot
+            weights = p + r * (64 if amx else 128)
+            if visible > 0:
+                attention.soften_row(scores + r * 128, weights, amx, visible, stats + r * 8, acc + r * dim * 4, dim)
+            else:
+                attention.hide_row(weights, amx)
+        if amx:
+            attention.add_values_amx(p, values, dim, acc)
+        else:
+            attention.add_values_vector(p, values, dim, rows, model.kv_bf16, acc)
+    if item[attention.FINAL]:
+        write_attention(op, model, row0, rows, kv_head, acc, stats)
+    else:
+        attention.copy_floats(acc, model.acc + state * dim * 4, rows * dim)
+        for r in range(rows * 2):
+            simd.write_f32(model.softmax + state * 8 + r * 4, simd.read_f32(stats + r * 4))
+
+
+@njit(nogil=True)
+def write_attention(op, model, row0, rows, kv_head, acc, stats):
+    """Normalise finished rows into the next activation, at (token, head * head_dim)."""
+    size = 2 if model.act_bf16 else 4
+    for r in range(rows):
+        token, head = (row0 + r) // model.group, kv_head * model.group + (row0 + r) % model.group
+        total = simd.broadcast(simd.read_f32(stats + r * 8 + 4))
+        for i in range(0, model.head_dim, 16):
+            value = simd.divide(simd.load(acc + (r * model.dim + i) * 4), total)
+            store_any(tile_address(op.out, token, head * model.head_dim + i, op.n, size), value, model.act_bf16)
+
+
+@njit(nogil=True)
+def head_groups(op):
+    return (op.n + 32 * HEAD_PAIRS - 1) // (32 * HEAD_PAIRS)
+
+
+@njit(nogil=True)
+def head_item(op, model, rows, item, needs_logits, scratch):
+    """A group of the output head's columns: per row its maximum, where that is, and the sum of exponentials."""
+    size = 2 if model.act_bf16 else 4
+    groups = head_groups(op)
+    first, group = (item // groups) * ROW_CHUNK, item % groups
+    for row in range(first, min(rows, first + ROW_CHUNK), 32):
+        count = min(32, rows - row)
+        for pair in range(group * HEAD_PAIRS, min(op.n // 32, (group + 1) * HEAD_PAIRS)):
+            weight = op.w + pair * pair_bytes(model, op.k)
+            gemm.block(model.kernel, op.x + (row // 16) * op.k * 16 * size, weight, op.k // 32, count, scratch)
+            for r in range(count):
+                partial = model.partial + ((row + r) * groups + group) * PARTIAL_FIELDS * 4
+                begin_pair = pair == group * HEAD_PAIRS
+                head_row(model, scratch + r * 128, pair * 32, begin_pair, partial, row + r, needs_logits)
+
+
+@njit(nogil=True)
+def head_row(model, c, column, begin, partial, row, needs_logits):
+    left, right = simd.load(c), simd.load(c + 64)
+    if column + 32 > model.vocab:
+        left = simd.keep_below(left, model.vocab - column, attention.LOWEST)
+        right = simd.keep_below(right, model.vocab - column - 16, attention.LOWEST)
+    if needs_logits[row]:
+        target = model.logits + (row * round_up(model.vocab, 32) + column) * 4
+        simd.store(target, left)
+        simd.store(target + 64, right)
+    here = simd.reduce_max(simd.maximum(left, right))
+    top, total = attention.LOWEST, np.float32(0)
+    if not begin:
+        top, total = simd.read_f32(partial), simd.read_f32(partial + 4)
+    log2_e = simd.broadcast(np.float32(sampling.LOG2_E))
+    if begin or here > top:
+        total = total * simd.reduce_max(simd.exp2((simd.broadcast(top) - simd.broadcast(here)) * log2_e))
+        lane = simd.first_lane_equal(left, here)
+        if lane == 16:
+            lane = 16 + simd.first_lane_equal(right, here)
+        simd.write_i32(partial + 8, np.int32(column + lane))
+        simd.write_f32(partial, here)
+        top = here
+    highest = simd.broadcast(top)
+    sums = simd.exp2((left - highest) * log2_e) + simd.exp2((right - highest) * log2_e)
+    simd.write_f32(partial + 4, total + simd.reduce_add(sums))
+
+
+@njit(nogil=True)
+def pick_row(op, model, row, best, best_logit, log_sum):
+    """Join a row's partial results in column order: arg-max, its logit, log of the sum of exponentials."""
+    groups = head_groups(op)
+    top, total = attention.LOWEST, 0.0
+    for g in range(groups):
+        partial = model.partial + (row * groups + g) * PARTIAL_FIELDS * 4
+        here = simd.read_f32(partial)
+        if g == 0 or here > top:
+            total *= np.exp(np.float64(top) - np.float64(here))
+            top = here
+            best[row] = simd.read_i32(partial + 8)
+        total += simd.read_f32(partial + 4) * np.exp(np.float64(here) - np.float64(top))
+    best_logit[row] = top
+    log_sum[row] = np.float64(top) + np.log(total)
+
+
+@njit(nogil=True)
+def count_items(op, model, step):
+    rows = step.rows if op.logits_rows else step.tokens
+    if op.code == EMBED or op.code == NORM or op.code == ROPE:
+        return (rows + 15) // 16
+    if op.code == LINEAR or op.code == LINEAR_ADD:
+        return (rows + ROW_CHUNK - 1) // ROW_CHUNK * (op.n // 32)
+    if op.code == LINEAR_SWIGLU:
+        return (rows + ROW_CHUNK - 1) // ROW_CHUNK * (op.n // 16)
+    if op.code == CLEAR:
+        return step.cleared * model.layers
+    if op.code == HEAD:
+        return (rows + ROW_CHUNK - 1) // ROW_CHUNK * head_groups(op)
+    if op.code == PICK:
+        return rows
+    return step.samples
+
+
+@njit(nogil=True)
+def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
+    """Execute one work item of an operation other than attention."""
+    rows = step.rows if op.logits_rows else step.tokens
+    first, end = item * 16, min(rows, item * 16 + 16)
+    if op.code == EMBED:
+        embed_rows(op, model, arrays.input_ids, first, end)
+    elif op.code == NORM:
+        norm_rows(op, model, arrays.logits_rows, first, end)
+    elif op.code == LINEAR or op.code == LINEAR_ADD or op.code == LINEAR_SWIGLU:
+        linear_item(op, model, rows, item, scratch)
+    elif op.code == ROPE:
+        rope_rows(op, model, arrays.positions, arrays.slot_mapping, first, end, scratch)
+    elif op.code == CLEAR:
+        clear_page(model, np.int64(arrays.cleared_pages[item // model.layers]), item % model.layers)
+    elif op.code == HEAD:
+        head_item(op, model, rows, item, arrays.needs_logits, scratch)
+    elif op.code == PICK:
+        pick_row(op, model, item, arrays.best, arrays.best_logit, arrays.log_sum)
+    elif op.code == SAMPLE:
+        sample_item(model, item, arrays, vocab_scratch)
+
+
+@njit(nogil=True)
+def sample_item(model, item, arrays, vocab_scratch):
+    sample = arrays.samples[item]
+    row, token = sample.row, arrays.best[sample.row]
+    logit = arrays.best_logit[row]
+    if arrays.needs_logits[row]:
+        logits = arrays.logits[row]
+        plain = sample.history_begin == sample.history_end and sample.suppress_begin == sample.suppress_end
+        if not (sample.greedy and plain):
+            work, counts = vocab_scratch
+            token = np.int32(
+                sampling.sample_row(logits, work, model.vocab, sample, arrays.history, arrays.suppress, counts)
+            )
+            logit = logits[token]
+    arrays.tokens[item] = token
+    arrays.logprobs[item] = np.float32(np.float64(logit) - arrays.log_sum[row])
+
+
+@njit(nogil=True)
+def attention_level(op, model, arrays, first, end, counter, scratch):
+    total = (end - first) * model.kv_heads
+    while True:
+        n = simd.fetch_add(counter, 1)
+        if n >= total:
+            break
+        item = arrays.items[first + n // model.kv_heads]
+        attend(op, model, arrays.positions, arrays.block_tables, item, n % model.kv_heads, scratch)
+
+
+@njit(nogil=True)
+def copy_level(op, model, arrays, copies, counter):
+    while True:
+        n = simd.fetch_add(counter, 1)
+        if n >= copies:
+            break
+        copy_slot(model, op.layer, arrays.copies[n, 0], arrays.copies[n, 1])
+
+
+@njit(nogil=True, cache=True)
+def run(ops, models, steps, arrays, thread, vocab_scratch):
+    """One thread's part in one step: every operation of the program, with a barrier after each.
+
+    All threads call this at the same time with the same arguments but `thread`. The work counters and the barrier are
+    zero on entry.
+    """
+    model, step = models[0], steps[0]
+    scratch = model.scratch + thread * model.scratch_bytes
+    if model.kernel == gemm.KERNEL_AMX:
+        tiles.load_config(model.tile_config)
+    generation = 0
+    for i in range(len(ops)):
+        op = ops[i]
+        counter = model.counters + i * COUNTERS_PER_OP * 8
+        if op.code == ATTENTION:
+            if step.copies:
+                copy_level(op, model, arrays, step.copies, counter + 16)
+                generation += 1
+                wait_for_all(model.barrier, model.threads, generation)
+            if step.shared_items:
+                attention_level(op, model, arrays, 0, step.shared_items, counter + 8, scratch)
+                generation += 1
+                wait_for_all(model.barrier, model.threads, generation)
+            attention_level(op, model, arrays, step.shared_items, step.items, counter, scratch)
+        else:
+            total = count_items(op, model, step)
+            while True:
+                n = simd.fetch_add(counter, 1)
+                if n >= total:
+                    break
+                do_item(op, model, step, n, scratch, arrays, vocab_scratch)
+        generation += 1
+        wait_for_all(model.barrier, model.threads, generation)
+    if model.kernel == gemm.KERNEL_AMX:
+        tiles.release()

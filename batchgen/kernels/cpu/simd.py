@@ -1,0 +1,331 @@
+"""Sixteen floats as one value in njit code, plus raw memory access, atomics and a spin barrier.
+
+Numba arrays leave vectorisation to chance; `f32x16` maps to LLVM's `<16 x float>`, which becomes one AVX-512
+register, two AVX2 or four NEON ones, with the same lanes and the same order of every reduction. Addresses are
+plain int64 byte addresses. `+`, `-` and `*` work lane by lane; `fma` is fused wherever the processor fuses.
+"""
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+from batchgen.kernels.cpu.features import HAS_FMA
+
+LANES = 16
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+V32 = ir.VectorType(F32, LANES)
+VI32 = ir.VectorType(I32, LANES)
+VI16 = ir.VectorType(I16, LANES)
+
+
+class BFloatType(ir.Type):
+    """LLVM's `bfloat`, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(BFloatType)
+
+
+BF16 = BFloatType()
+VBF16 = ir.VectorType(BF16, LANES)
+
+
+class F32x16(types.Type):
+    """Numba's type of a vector of sixteen floats."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = F32x16()
+
+
+@register_model(F32x16)
+class _F32x16Model(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, V32)
+
+
+def constant(value: float) -> ir.Constant:
+    """A vector with the same float in every lane."""
+    return ir.Constant(V32, [value] * LANES)
+
+
+def int_constant(value: int) -> ir.Constant:
+    return ir.Constant(VI32, [value] * LANES)
+
+
+def call(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
+    """Call an LLVM intrinsic by name."""
+    signature = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+def pointer(builder: Any, address: Any, pointee: ir.Type) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(VI32, [0] * LANES))
+
+
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    if HAS_FMA:
+        return call(builder, "llvm.fma.v16f32", V32, [a, b, c])
+    return builder.fadd(builder.fmul(a, b), c)
+
+
+def emit_load(builder: Any, address: Any) -> Any:
+    value = builder.load(pointer(builder, address, V32))
+    value.align = 4
+    return value
+
+
+def emit_load_bf16(builder: Any, address: Any) -> Any:
+    value = builder.load(pointer(builder, address, VI16))
+    value.align = 2
+    return builder.bitcast(builder.shl(builder.zext(value, VI32), int_constant(16)), V32)
+
+
+def emit_store(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, pointer(builder, address, V32)).align = 4
+
+
+def emit_store_bf16(builder: Any, address: Any, value: Any) -> None:
+    """Round to nearest even, as IEEE conversions do."""
+    builder.store(builder.fptrunc(value, VBF16), pointer(builder, address, VBF16)).align = 2
+
+
+def lane_numbers() -> ir.Constant:
+    return ir.Constant(VI32, list(range(LANES)))
+
+
+def emit_exp2(builder: Any, x: Any) -> Any:
+    """2**x to about 2 ulp for x in [-126, 127], clamped outside: 2**round(x) times a degree-6 Taylor polynomial."""
+    x = call(builder, "llvm.minnum.v16f32", V32, [x, constant(127.0)])
+    x = call(builder, "llvm.maxnum.v16f32", V32, [x, constant(-126.0)])
+    n = call(builder, "llvm.rint.v16f32", V32, [x])
+    r = builder.fsub(x, n)
+    coefficients = (1.5403530393381608e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
+                    2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
+    p = constant(coefficients[0])
+    for c in coefficients[1:]:
+        p = emit_fma(builder, p, r, constant(c))
+    scale = builder.shl(builder.add(builder.fptosi(n, VI32), int_constant(127)), int_constant(23))
+    return builder.fmul(p, builder.bitcast(scale, V32))
+
+
+VOID, INT64, FLOAT32 = types.void, types.int64, types.float32
+
+
+@intrinsic
+def load(typingctx, address):
+    """Sixteen float32 from an address."""
+    return f32x16(INT64), lambda context, builder, sig, args: emit_load(builder, args[0])
+
+
+@intrinsic
+def load_bf16(typingctx, address):
+    """Sixteen bfloat16 from an address, widened."""
+    return f32x16(INT64), lambda context, builder, sig, args: emit_load_bf16(builder, args[0])
+
+
+@intrinsic
+def store(typingctx, address, value):
+    """Sixteen float32 to an address."""
+
+    def codegen(context, builder, sig, args):
+        emit_store(builder, *args)
+        return context.get_dummy_value()
+
+    return VOID(INT64, f32x16), codegen
+
+
+@intrinsic
+def store_bf16(typingctx, address, value):
+    """Sixteen bfloat16 to an address, rounded to nearest even."""
+
+    def codegen(context, builder, sig, args):
+        emit_store_bf16(builder, *args)
+        return context.get_dummy_value()
+
+    return VOID(INT64, f32x16), codegen
+
+
+@intrinsic
+def broadcast(typingctx, value):
+    """The same float32 in every lane."""
+    return f32x16(FLOAT32), lambda context, builder, sig, args: splat(builder, args[0], V32)
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a * b + c."""
+    return f32x16(f32x16, f32x16, f32x16), lambda context, builder, sig, args: emit_fma(builder, *args)
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """The larger of each lane."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: call(builder, "llvm.maxnum.v16f32", V32, list(args))
+
+
+@intrinsic
+def exp2(typingctx, x):
+    """2**x of each lane."""
+    return f32x16(f32x16), lambda context, builder, sig, args: emit_exp2(builder, args[0])
+
+
+@intrinsic
+def divide(typingctx, a, b):
+    """a / b of each lane."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fdiv(*args)
+
+
+@intrinsic
+def reduce_max(typingctx, a):
+    """The largest lane."""
+    return FLOAT32(f32x16), lambda context, builder, sig, args: call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [args[0]])
+
+
+@intrinsic
+def reduce_add(typingctx, a):
+    """The sum of the lanes, pairing halves: (i, i+8), (i, i+4), (i, i+2), (i, i+1)."""
+
+    def codegen(context, builder, sig, args):
+        value, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            undefined = ir.Constant(value.type, ir.Undefined)
+            halves = [
+                builder.shuffle_vector(value, undefined, ir.Constant(ir.VectorType(I32, width), list(range(s, s + width))))
+                for s in (0, width)
+            ]
+            value = builder.fadd(*halves)
+        return builder.extract_element(value, I32(0))
+
+    return FLOAT32(f32x16), codegen
+
+
+@intrinsic
+def keep_below(typingctx, value, count, fill):
+    """`value` in the lanes below `count`, `fill` in the others."""
+
+    def codegen(context, builder, sig, args):
+        value, count, fill = args
+        limit = splat(builder, builder.trunc(count, I32), VI32)
+        return builder.select(builder.icmp_signed("<", lane_numbers(), limit), value, splat(builder, fill, V32))
+
+    return f32x16(f32x16, INT64, FLOAT32), codegen
+
+
+@intrinsic
+def first_lane_equal(typingctx, value, wanted):
+    """The lowest lane that equals `wanted`, or 16."""
+
+    def codegen(context, builder, sig, args):
+        equal = builder.fcmp_ordered("==", args[0], splat(builder, args[1], V32))
+        mask = builder.zext(builder.bitcast(equal, I16), I32)
+        found = call(builder, "llvm.cttz.i32", I32, [builder.or_(mask, I32(1 << 16)), I1(0)])
+        return builder.zext(found, I64)
+
+    return INT64(f32x16, FLOAT32), codegen
+
+
+def _lanewise(name: str) -> Any:
+    @intrinsic
+    def operation(typingctx, a, b):
+        return f32x16(f32x16, f32x16), lambda context, builder, sig, args: getattr(builder, name)(*args)
+
+    return operation
+
+
+_add, _sub, _mul = (_lanewise(name) for name in ("fadd", "fsub", "fmul"))
+
+
+@overload(operator.add)
+def _vector_add(a, b):
+    if isinstance(a, F32x16) and isinstance(b, F32x16):
+        return lambda a, b: _add(a, b)
+
+
+@overload(operator.sub)
+def _vector_sub(a, b):
+    if isinstance(a, F32x16) and isinstance(b, F32x16):
+        return lambda a, b: _sub(a, b)
+
+
+@overload(operator.mul)
+def _vector_mul(a, b):
+    if isinstance(a, F32x16) and isinstance(b, F32x16):
+        return lambda a, b: _mul(a, b)
+
+
+def _reader(numba_type: types.Type, llvm_type: ir.Type) -> Any:
+    @intrinsic
+    def read(typingctx, address):
+        return numba_type(INT64), lambda context, builder, sig, args: builder.load(pointer(builder, args[0], llvm_type))
+
+    return read
+
+
+def _writer(numba_type: types.Type, llvm_type: ir.Type) -> Any:
+    @intrinsic
+    def write(typingctx, address, value):
+        def codegen(context, builder, sig, args):
+            builder.store(args[1], pointer(builder, args[0], llvm_type))
+            return context.get_dummy_value()
+
+        return VOID(INT64, numba_type), codegen
+
+    return write
+
+
+read_f32, write_f32 = _reader(FLOAT32, F32), _writer(FLOAT32, F32)
+read_i32, write_i32 = _reader(types.int32, I32), _writer(types.int32, I32)
+read_u16, write_u16 = _reader(types.uint16, I16), _writer(types.uint16, I16)
+
+
+@intrinsic
+def fetch_add(typingctx, address, amount):
+    """Atomically add to an int64 and return what was there before."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "acq_rel")
+
+    return INT64(INT64, INT64), codegen
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    """Atomically read an int64."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
+
+    return INT64(INT64), codegen
+
+
+@intrinsic
+def store_release(typingctx, address, value):
+    """Atomically write an int64."""
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
+        return context.get_dummy_value()
+
+    return VOID(INT64, INT64), codegen
+
+
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
