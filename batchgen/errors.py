@@ -23,7 +23,7 @@ class BatchgenError(Exception):
 
 
 class SpecError(BatchgenError):
-    """The job spec or the command line is wrong (exit code 2). The message names file, key, value and what is allowed."""
+    """The job spec or the command line is wrong (exit code 2): names file, key, value and what is allowed."""
 
     exit_code = 2
 

@@ -56,11 +56,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most a step may hold: tokens, sequences with logits, samples; and the KV cache in pages of `page_size` tokens."""
+    """The most a step may hold: tokens, sequences; and the KV cache in pages of `page_size` tokens."""
 
     max_tokens: int
     max_seqs: int
-    max_samples: int
     num_pages: int
     page_size: int
 
@@ -105,8 +104,6 @@ class StepResult:
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     logits: NDArray[np.float32]
-    forward_ns: int
-    sample_ns: int
 
 
 class Ops(Protocol):

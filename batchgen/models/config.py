@@ -87,7 +87,9 @@ class _Keys:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.require(key) if default is None else self.get(key, default)
         if not isinstance(value, int) or not 0 < value < 2**31:
-            raise ModelError(f"the model's metadata has {self.architecture}.{key} = {value!r}; a positive integer is needed")
+            raise ModelError(
+                f"the model's metadata has {self.architecture}.{key} = {value!r}; a positive integer is needed"
+            )
         return value
 
     def refuse_other(self, key: str, supported: Any) -> None:

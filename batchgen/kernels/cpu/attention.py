@@ -22,7 +22,7 @@ ZERO = np.float32(0)
 
 ITEM_FIELDS = 7
 ROW, ROWS, SEQUENCE, FIRST, END, START, FINAL = range(ITEM_FIELDS)
-"""Columns of the work list: first query row, rows, block-table row, first and end key block, opens and closes its rows."""
+"""Columns of the work list: first row, rows, block-table row, first and end key block, opens and closes its rows."""
 
 
 @njit(nogil=True)

@@ -1,7 +1,6 @@
 """The CPU backend: packs weights, owns memory and threads, records the program and runs it."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -190,7 +189,7 @@ class CpuBackend:
         limits: StepLimits,
         rope: tuple[NDArray[np.float32], NDArray[np.float32]],
     ) -> None:
-        """Record `forward` and allocate everything a step of `limits` needs. `rope`: cos and sin (positions, head_dim/2)."""
+        """Record `forward` and allocate all that a step needs. `rope`: cos and sin (positions, head_dim / 2)."""
         if shape.head_dim % 16:
             raise ValueError(f"head_dim {shape.head_dim} is not a multiple of 16")
         if limits.page_size % KEY_BLOCK:
@@ -216,25 +215,25 @@ class CpuBackend:
     def _fill_model(self, rope: tuple[NDArray[np.float32], NDArray[np.float32]]) -> None:
         shape, limits, dim = self._shape, self._limits, pad(self._shape.head_dim)
         group = shape.num_heads // shape.num_kv_heads
-        values = dict(
-            threads=self._crew.size,
-            kernel=self._code,
-            act_bf16=self._act_dtype == np.uint16,
-            table_bf16=self.weights_dtype == "bf16",
-            kv_bf16=self.kv_dtype == "bf16",
-            kv_amx=self._kv_amx,
-            layers=shape.num_layers,
-            heads=shape.num_heads,
-            kv_heads=shape.num_kv_heads,
-            group=group,
-            head_dim=shape.head_dim,
-            dim=dim,
-            vocab=shape.vocab_size,
-            page_size=limits.page_size,
-            pages=limits.num_pages,
-            max_tokens=self._tokens,
-            q_scale=shape.head_dim**-0.5 * 1.4426950408889634,
-        )
+        values = {
+            "threads": self._crew.size,
+            "kernel": self._code,
+            "act_bf16": self._act_dtype == np.uint16,
+            "table_bf16": self.weights_dtype == "bf16",
+            "kv_bf16": self.kv_dtype == "bf16",
+            "kv_amx": self._kv_amx,
+            "layers": shape.num_layers,
+            "heads": shape.num_heads,
+            "kv_heads": shape.num_kv_heads,
+            "group": group,
+            "head_dim": shape.head_dim,
+            "dim": dim,
+            "vocab": shape.vocab_size,
+            "page_size": limits.page_size,
+            "pages": limits.num_pages,
+            "max_tokens": self._tokens,
+            "q_scale": shape.head_dim**-0.5 * 1.4426950408889634,
+        }
         for name, value in values.items():
             self._models[name] = value
         self._keep("kv", limits.num_pages * self.page_bytes(shape, limits.page_size) // 4, np.float32)
@@ -254,13 +253,11 @@ class CpuBackend:
         self._keep("scratch", scratch * self._crew.size, np.uint8)
 
     def _outputs(self) -> None:
-        rows, samples, vocab = self._rows, self._limits.max_samples, pad(self._shape.vocab_size)
+        rows, vocab = self._rows, pad(self._shape.vocab_size)
         self._barrier = self._kept_view("barrier")
         self._best = np.zeros(rows, np.int32)
         self._best_logit = np.zeros(rows, np.float32)
         self._log_sum = np.zeros(rows, np.float64)
-        self._token_out = np.zeros(samples, np.int32)
-        self._logprob_out = np.zeros(samples, np.float32)
         self._logits = self._keep("logits", rows * vocab, np.float32).reshape(rows, vocab)
         self._vocab_scratch = [(np.zeros(vocab, np.float32), np.zeros(vocab, np.int32)) for _ in range(self._crew.size)]
         items = 2 * (self._tokens * self._shape.num_heads // self._shape.num_kv_heads // 16 + self._rows + 16)
@@ -274,21 +271,22 @@ class CpuBackend:
 
     def run(self, batch: StepBatch) -> StepResult:
         """Execute one step; see `StepBatch` for shapes."""
-        started = time.monotonic_ns()
         shape, samples = self._shape, len(batch.samples)
         group = shape.num_heads // shape.num_kv_heads
         shared, items = attention.plan_items(
             batch.cu_seqlens_q, batch.seq_lens, batch.shared_runs, group, KEY_BLOCK, self._limits.page_size, self._items
         )
         self._steps[0] = (
-            batch.num_tokens, len(batch.logits_rows), samples, len(batch.copies), len(batch.cleared_pages), shared, items
+            batch.num_tokens, len(batch.logits_rows), samples, len(batch.copies), len(batch.cleared_pages), shared,
+            items,
         )  # fmt: skip
+        tokens, logprobs = np.zeros(samples, np.int32), np.zeros(samples, np.float32)
         self._counters[:] = 0
         self._barrier[:] = 0
         arrays = StepArrays(
             batch.input_ids, batch.positions, batch.slot_mapping, batch.block_tables, batch.logits_rows,
             batch.needs_logits, batch.samples, batch.history, batch.suppress, batch.copies, batch.cleared_pages,
-            self._items, self._best, self._best_logit, self._log_sum, self._logits, self._token_out, self._logprob_out,
+            self._items, self._best, self._best_logit, self._log_sum, self._logits, tokens, logprobs,
         )  # fmt: skip
 
         def work(thread: int) -> None:
@@ -296,11 +294,9 @@ class CpuBackend:
 
         self._crew.run(work)
         return StepResult(
-            self._token_out[:samples].copy(),
-            self._logprob_out[:samples].copy(),
+            tokens,
+            logprobs,
             self._logits[:, : shape.vocab_size],
-            time.monotonic_ns() - started,
-            0,
         )
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from batchgen.kernels.cpu import tiles
 from batchgen.kernels.cpu.features import HAS_AVX512, HAS_AVX512_BF16
@@ -33,6 +32,7 @@ from batchgen.kernels.cpu.simd import (
     emit_load,
     emit_store,
     int_constant,
+    intrinsic,
     pointer,
     splat,
 )
@@ -93,7 +93,7 @@ def _weights(builder: Any, kind: int, base: Any, k: int) -> Any:
 
 
 def _rows_kernel(kind: int, rows: int, panels: int) -> Any:
-    """An intrinsic `(a, b, panel_bytes, k_tiles, c)`: `rows` rows of one A tile times `panels` panels, kept in registers."""
+    """An intrinsic `(a, b, panel_bytes, k_tiles, c)`: `rows` rows of one A tile times `panels` panels, in registers."""
     a_size, k_bytes = (2, 32) if kind == KERNEL_AVX512_BF16 else (4, 64 if kind == KERNEL_F32 else 32)
 
     def step(builder, accumulators, a, b, panel_bytes):
@@ -115,9 +115,7 @@ def _rows_kernel(kind: int, rows: int, panels: int) -> Any:
         a, b, panel_bytes, k_tiles, c = args
         if kind == KERNEL_AVX512_BF16 and not HAS_AVX512_BF16:
             return context.get_dummy_value()
-        accumulators = [
-            [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(panels)] for _ in range(rows)
-        ]
+        accumulators = [[cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(panels)] for _ in range(rows)]
         for row in accumulators:
             for slot in row:
                 builder.store(constant(0.0), slot)
@@ -157,7 +155,7 @@ def _vector_block(many: Any, one: Any, a_size: int, k_bytes: int) -> Any:
             row = 0
             while row < rows:
                 first = a + (row // 16) * k_tiles * 512 * a_size + (row % 16) * 32 * a_size
-                if row + group <= rows or row % 16 + group <= 16 and rows - row > 1:
+                if row + group <= rows or (row % 16 + group <= 16 and rows - row > 1):
                     many(first, columns, panel_bytes, k_tiles, out + row * 128)
                     row += group
                 else:

@@ -139,7 +139,7 @@ def arg_max(x, vocab):
 
 @njit(nogil=True)
 def sample_row(logits, work, vocab, sample, history, suppress, counts):
-    """The token drawn from `logits` (vocab,), using `work` (vocab rounded up to 16,) and `counts` (vocab,) as scratch."""
+    """The token drawn from `logits` (vocab,); scratch: `work` (vocab rounded up to 16,), `counts` (vocab,)."""
     work[:vocab] = logits[:vocab]
     work[vocab:] = NEVER
     if sample.history_end > sample.history_begin:

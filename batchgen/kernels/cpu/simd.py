@@ -9,11 +9,13 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import models, overload, register_model
 
 from batchgen.kernels.cpu.features import HAS_FMA
+
+intrinsic: Any = extending.intrinsic  # its callers do not pass the typing context, which type checkers cannot know
 
 LANES = 16
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
@@ -178,7 +180,9 @@ def fma(typingctx, a, b, c):
 @intrinsic
 def maximum(typingctx, a, b):
     """The larger of each lane."""
-    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: call(builder, "llvm.maxnum.v16f32", V32, list(args))
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: call(
+        builder, "llvm.maxnum.v16f32", V32, list(args)
+    )
 
 
 @intrinsic
@@ -196,7 +200,9 @@ def divide(typingctx, a, b):
 @intrinsic
 def reduce_max(typingctx, a):
     """The largest lane."""
-    return FLOAT32(f32x16), lambda context, builder, sig, args: call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [args[0]])
+    return FLOAT32(f32x16), lambda context, builder, sig, args: call(
+        builder, "llvm.vector.reduce.fmax.v16f32", F32, [args[0]]
+    )
 
 
 @intrinsic
@@ -209,7 +215,9 @@ def reduce_add(typingctx, a):
             width //= 2
             undefined = ir.Constant(value.type, ir.Undefined)
             halves = [
-                builder.shuffle_vector(value, undefined, ir.Constant(ir.VectorType(I32, width), list(range(s, s + width))))
+                builder.shuffle_vector(
+                    value, undefined, ir.Constant(ir.VectorType(I32, width), list(range(s, s + width)))
+                )
                 for s in (0, width)
             ]
             value = builder.fadd(*halves)

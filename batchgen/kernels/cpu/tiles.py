@@ -10,10 +10,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from batchgen.kernels.cpu.features import HAS_AMX
-from batchgen.kernels.cpu.simd import I8, pointer
+from batchgen.kernels.cpu.simd import I8, intrinsic, pointer
 
 
 def tile_config() -> np.ndarray:
@@ -65,9 +64,5 @@ zero0, zero1, zero2, zero3 = (_operation("tilezero", (t,)) for t in range(4))
 load0, load1, load2, load3, load4, load5, load6, load7 = (
     _operation("tileloadd64", (t,), pointer_arg=True, stride_arg=True) for t in range(8)
 )
-store0, store1, store2, store3 = (
-    _operation("tilestored64", (t,), pointer_arg=True, stride_arg=True) for t in range(4)
-)
-dot_046, dot_147, dot_256, dot_357 = (
-    _operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7))
-)
+store0, store1, store2, store3 = (_operation("tilestored64", (t,), pointer_arg=True, stride_arg=True) for t in range(4))
+dot_046, dot_147, dot_256, dot_357 = (_operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)))

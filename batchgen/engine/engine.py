@@ -1,0 +1,259 @@
+"""The engine: requests in, finished answers out, one step at a time."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen.engine.batch import build_batch
+from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.sampler import Sampler
+from batchgen.engine.scheduler import Scheduler, Sequence
+from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, StepRecord
+from batchgen.errors import RowErrorCode
+from batchgen.kernels.base import Backend
+
+
+class TextStream(Protocol):
+    """Decodes tokens one by one."""
+
+    def push(self, token_id: int) -> str: ...
+
+
+class Detokenizer(Protocol):
+    """Token ids to text."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    def decode(self, ids: NDArray[np.int32]) -> str: ...
+    def incremental(self) -> TextStream: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Tokens and sequences per step, KV pages and their size, the model's context and vocabulary."""
+
+    max_batch_tokens: int
+    max_num_seqs: int
+    num_pages: int
+    page_size: int
+    context_length: int
+    vocab_size: int
+    prefix_sharing: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class StopWatcher:
+    """The text of a sequence that has stop strings, as far as it is known."""
+
+    stream: TextStream
+    text: str = ""
+
+
+class Engine:
+    """`submit` requests in the order of their plan, `step` while `has_work`; a step returns the answers it finished.
+
+    Bad requests come back as answers with `finish_reason="error"`. Times are nanoseconds of `clock`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        detokenizer: Detokenizer,
+        limits: EngineLimits,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        first_step: int = 0,
+    ):
+        self._backend, self._detokenizer, self._limits, self._clock = backend, detokenizer, limits, clock
+        self.blocks = BlockManager(limits.num_pages)
+        self.scheduler = Scheduler(
+            self.blocks,
+            page_size=limits.page_size,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            prefix_sharing=limits.prefix_sharing,
+        )
+        self._sampler = Sampler(detokenizer.eos_token_ids)
+        self._step = first_step
+        self._ready: list[RequestOutput] = []
+        self._watchers: dict[int, StopWatcher] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ready) or self.scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. What cannot be answered is refused at once and returned by the next `step`."""
+        now = self._clock()
+        samples = []
+        for sample in request.samples:
+            failure = self._refusal(request, sample)
+            if failure or sample.params.max_tokens == 0:
+                self._answer_at_once(request, sample, failure, now)
+            else:
+                samples.append(sample)
+        if not samples:
+            return
+        room = max(self._room(request, s) for s in samples)
+        tokens = np.zeros(len(request.prompt_token_ids) + room, np.int32)
+        tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
+        accepted = Request(request.prompt_token_ids, tuple(samples))
+        self.scheduler.add(Sequence(accepted, tokens, len(request.prompt_token_ids), now))
+
+    def step(self) -> tuple[list[RequestOutput], StepRecord | None]:
+        """Run one step; returns finished answers and what the step did (None when there was nothing to run)."""
+        outputs, self._ready = self._ready, []
+        if not self.scheduler.has_work:
+            return outputs, None
+        start = self._clock()
+        plan = self.scheduler.schedule(start)
+        sampling = self._sampler.prepare(plan)
+        batch = build_batch(plan, sampling, self._limits.page_size, self._limits.prefix_sharing)
+        scheduled = self._clock()
+        result = self._backend.run(batch)
+        computed = self._clock()
+        pages = self.blocks.num_used
+        decode = sum(s.count for s in plan.scheduled if s.start >= s.sequence.num_prompt_tokens)
+        outputs += self._update(sampling.draws, result.token_ids.tolist(), result.logprobs.tolist(), computed)
+        end = self._clock()
+        record = StepRecord(
+            step=self._step,
+            start_ns=start,
+            duration_ns=end - start,
+            num_prefill_tokens=plan.num_tokens - decode,
+            num_decode_tokens=decode,
+            num_seqs=len(plan.scheduled),
+            pages_used=pages,
+            schedule_ns=scheduled - start,
+            forward_ns=computed - scheduled,
+            sample_ns=end - computed,
+            write_ns=0,
+        )
+        self._step += 1
+        return outputs, record
+
+    def _refusal(self, request: Request, sample: Sample) -> RowFailure | None:
+        prompt, limits = request.prompt_token_ids, self._limits
+        if not len(prompt):
+            return RowFailure("prompt_missing", "the prompt has no tokens")
+        if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+            return RowFailure("encode_error", f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
+        if len(prompt) > limits.context_length:
+            return _too_long(len(prompt), limits.context_length)
+        capacity = limits.num_pages * limits.page_size
+        needed = len(prompt) + self._room(request, sample) - 1
+        if needed > capacity:
+            return RowFailure("resource_error", f"{needed} tokens of KV are needed; engine.kv_memory holds {capacity}")
+        return None
+
+    def _room(self, request: Request, sample: Sample) -> int:
+        """Tokens that may be generated: the last one needs no place in the context."""
+        return min(sample.params.max_tokens, self._limits.context_length - len(request.prompt_token_ids) + 1)
+
+    def _answer_at_once(self, request: Request, sample: Sample, failure: RowFailure | None, now: int) -> None:
+        reason: FinishReason = "error" if failure else "length"
+        for row, number in sample.targets:
+            output = RequestOutput(row, number, reason, None if failure else "", error=failure)
+            output.num_prompt_tokens = len(request.prompt_token_ids)
+            output.arrived_ns = output.scheduled_ns = output.first_token_ns = output.finished_ns = now
+            self._ready.append(output)
+
+    def _update(
+        self, draws: list[tuple[Sequence, Sample]], tokens: list[int], logprobs: list[float], now: int
+    ) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for sequence, token, logprob in zip(self._forked(draws), tokens, logprobs, strict=True):
+            self.scheduler.append_token(sequence, token, logprob, self._step, now)
+            outputs += self._finish_if_done(sequence, token, now)
+        self.scheduler.end_step()
+        return outputs
+
+    def _forked(self, draws: list[tuple[Sequence, Sample]]) -> list[Sequence]:
+        """The sequence of each draw; a prompt that has just been computed becomes one sequence per sample."""
+        sequences: list[Sequence] = []
+        seen: set[int] = set()
+        for sequence, _ in draws:
+            if sequence.sample is not None and id(sequence) not in seen:
+                sequences.append(sequence)
+            elif id(sequence) not in seen:
+                seen.add(id(sequence))
+                sequences += self.scheduler.fork(sequence, sequence.request.samples)
+        return sequences
+
+    def _finish_if_done(self, sequence: Sequence, token: int, now: int) -> list[RequestOutput]:
+        assert sequence.sample is not None
+        params = sequence.sample.params
+        if not np.isfinite(sequence.logprobs[-1]):
+            return self._finish(sequence, "error", None, now, _not_a_number(sequence))
+        if token in self._detokenizer.eos_token_ids and not params.ignore_eos:
+            return self._finish(sequence, "stop", None, now)
+        stop = self._watch(sequence, token) if params.stop else None
+        if stop is not None:
+            return self._finish(sequence, "stop", stop, now)
+        if sequence.num_generated >= self._room(sequence.request, sequence.sample):
+            return self._finish(sequence, "length", None, now)
+        return []
+
+    def _watch(self, sequence: Sequence, token: int) -> str | None:
+        """The stop string that the text now contains, the earliest one; the watcher's text is cut before it."""
+        assert sequence.sample is not None
+        watcher = self._watchers.setdefault(id(sequence), StopWatcher(self._detokenizer.incremental()))
+        known = len(watcher.text)
+        watcher.text += watcher.stream.push(token)
+        if sequence.num_generated < sequence.sample.params.min_tokens:
+            return None
+        found = [(watcher.text.find(s, max(0, known - len(s) + 1)), s) for s in sequence.sample.params.stop]
+        hits = sorted((at, -len(s), s) for at, s in found if at >= 0)
+        if not hits:
+            return None
+        at, _, stop = hits[0]
+        watcher.text = watcher.text[:at]
+        return stop
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, stop: str | None, now: int, failure: RowFailure | None = None
+    ) -> list[RequestOutput]:
+        assert sequence.sample is not None
+        self.scheduler.finish(sequence)
+        watcher = self._watchers.pop(id(sequence), None)
+        ids = sequence.generated.copy()
+        text = watcher.text if stop is not None and watcher else self._text(ids, reason)
+        times, steps = np.array(sequence.token_times, np.int64), np.array(sequence.token_steps, np.int32)
+        return [
+            RequestOutput(
+                row_index=row,
+                sample_index=number,
+                finish_reason=reason,
+                text=None if failure else text,
+                stop_reason=stop,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_cached_tokens=sequence.num_cached_tokens,
+                token_ids=ids,
+                logprobs=np.array(sequence.logprobs, np.float32),
+                token_steps=steps,
+                token_times=times,
+                arrived_ns=sequence.arrived_ns,
+                scheduled_ns=sequence.scheduled_ns,
+                first_token_ns=sequence.token_times[0],
+                finished_ns=now,
+                error=failure,
+            )
+            for row, number in sequence.sample.targets
+        ]
+
+    def _text(self, ids: NDArray[np.int32], reason: FinishReason) -> str:
+        ended = reason == "stop" and len(ids) and int(ids[-1]) in self._detokenizer.eos_token_ids
+        return self._detokenizer.decode(ids[:-1] if ended else ids)
+
+
+def _too_long(length: int, context: int) -> RowFailure:
+    return RowFailure("prompt_too_long", f"the prompt has {length} tokens; the model's context holds {context}")
+
+
+def _not_a_number(sequence: Sequence) -> RowFailure:
+    code: RowErrorCode = "internal_error"
+    return RowFailure(code, f"the model's logits are not finite at generated token {sequence.num_generated - 1}")

@@ -1,0 +1,149 @@
+"""The whole-table plan: an order in which every shared prefix is computed once, and what that will cost.
+
+Sorting the prompts lexicographically by token puts the prefix trie into depth-first order, and the lengths of the
+common prefixes of neighbours *are* the trie. A row then needs nothing but its predecessor: whatever it shares with any
+earlier row, it shares with that one.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from batchgen.engine.types import Request, Sample, SamplingParams
+
+COMPARE_TOKENS = 64
+"""Tokens of all undecided neighbours compared at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTable:
+    """Tokenised prompts back to back: prompt i is `tokens[offsets[i]:offsets[i + 1]]`, of row `row_index[i]`."""
+
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    row_index: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.row_index)
+
+    def prompt(self, i: int) -> NDArray[np.int32]:
+        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    @classmethod
+    def from_prompts(cls, prompts: list[NDArray[np.int32]], row_index: NDArray[np.int64]) -> "PromptTable":
+        lengths = np.fromiter((len(p) for p in prompts), np.int64, len(prompts))
+        tokens = np.concatenate([*prompts, np.zeros(0, np.int32)]).astype(np.int32, copy=False)
+        return cls(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), row_index)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixPlan:
+    """`order[i]` is the i-th prompt to run; it has `shared[i]` leading tokens in common with `order[i - 1]`.
+
+    A prompt equal to its predecessor has `shared == length` and is not computed at all.
+    """
+
+    order: NDArray[np.int64]
+    shared: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # in plan order
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def distinct_tokens(self) -> int:
+        """The fewest prompt tokens that can be computed: the trie's size."""
+        return int((self.lengths - self.shared).sum())
+
+    @property
+    def repeats(self) -> NDArray[np.bool_]:
+        """Prompts equal to their predecessor in the order."""
+        equal = self.shared == self.lengths
+        return equal & (np.concatenate([[-1], self.lengths[:-1]]) == self.lengths)
+
+
+def plan_prefixes(table: PromptTable) -> PrefixPlan:
+    """Sort the prompts and measure what neighbours have in common."""
+    order = _sorted_order(table)
+    return PrefixPlan(order, _common_prefixes(table, order), table.lengths[order])
+
+
+def _sorted_order(table: PromptTable) -> NDArray[np.int64]:
+    """Stable lexicographic order. Big-endian bytes compare as the (non-negative) tokens do."""
+    if not len(table):
+        return np.zeros(0, np.int64)
+    data = pa.py_buffer(table.tokens.astype(">i4").tobytes())
+    offsets = pa.py_buffer((table.offsets * 4).astype(np.int64))
+    keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(table), [None, offsets, data])
+    columns = pa.table({"key": keys, "position": np.arange(len(table))})
+    sort = pc.sort_indices(columns, sort_keys=[("key", "ascending"), ("position", "ascending")])
+    return sort.to_numpy().astype(np.int64)
+
+
+def _common_prefixes(table: PromptTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    starts, lengths = table.offsets[:-1][order], table.lengths[order]
+    shared = np.zeros(len(order), np.int64)
+    undecided = np.arange(1, len(order))
+    while len(undecided):
+        at = shared[undecided]
+        limit = np.minimum(lengths[undecided], lengths[undecided - 1]) - at
+        window = np.arange(COMPARE_TOKENS)
+        inside = window < limit[:, None]
+        last = max(len(table.tokens) - 1, 0)
+        mine = table.tokens[np.minimum((starts[undecided] + at)[:, None] + window, last)]
+        theirs = table.tokens[np.minimum((starts[undecided - 1] + at)[:, None] + window, last)]
+        equal = np.logical_and.accumulate((mine == theirs) & inside, axis=1).sum(axis=1)
+        shared[undecided] += equal
+        undecided = undecided[equal == COMPARE_TOKENS]
+    return shared
+
+
+@dataclass(frozen=True, slots=True)
+class RowWish:
+    """What a row asks for: `n` answers under `params`; `own_seed` when the seed is a value of the row itself."""
+
+    params: SamplingParams
+    n: int
+    own_seed: bool
+
+
+def make_requests(
+    table: PromptTable, plan: PrefixPlan, wish: Callable[[int], RowWish], *, sharing: bool = True
+) -> Iterator[Request]:
+    """Requests in plan order; `wish` is asked once per position of the table.
+
+    Equal prompts become one request. Without `sharing` every answer is a request of its own, with the same random
+    numbers as it has with sharing.
+    """
+    starts = np.flatnonzero(~plan.repeats).tolist()
+    for begin, end in zip(starts, [*starts[1:], len(plan.order)], strict=True):
+        members = np.sort(plan.order[begin:end]).tolist()
+        prompt, samples = table.prompt(members[0]), _join_samples(table, members, wish)
+        if sharing:
+            yield Request(prompt, samples)
+        else:
+            for sample in samples:
+                yield from (Request(prompt, (replace(sample, targets=(target,)),)) for target in sample.targets)
+
+
+def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], RowWish]) -> tuple[Sample, ...]:
+    """The k-th of several equal rows draws from the k-th streams; rows that must agree share one sample."""
+    numbers: dict[SamplingParams, int] = {}
+    targets: dict[tuple[SamplingParams, int], list[tuple[int, int]]] = {}
+    for position in members:
+        row, asked = int(table.row_index[position]), wish(position)
+        first = 0 if asked.own_seed else numbers.get(asked.params, 0)
+        numbers[asked.params] = first + asked.n
+        for k in range(asked.n):
+            number = 0 if asked.params.greedy else first + k
+            targets.setdefault((asked.params, number), []).append((row, k))
+    return tuple(Sample(params, tuple(rows), number) for (params, number), rows in targets.items())

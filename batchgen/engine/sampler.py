@@ -1,0 +1,76 @@
+"""What each draw needs: parameters, random key, tokens that penalties look at, tokens that are forbidden."""
+
+import hashlib
+from dataclasses import astuple, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen.engine.scheduler import Sequence, StepPlan
+from batchgen.engine.types import Sample, SamplingParams
+from batchgen.kernels.base import SAMPLE_DTYPE
+
+
+@dataclass(slots=True, eq=False)
+class SamplerInputs:
+    """The sampling part of a `StepBatch`; `draws` says whose tokens these are, in the order of `samples`."""
+
+    draws: list[tuple[Sequence, Sample]]
+    needs_logits: NDArray[np.bool_]
+    samples: NDArray[np.void]
+    history: NDArray[np.int32]
+    suppress: NDArray[np.int32]
+
+
+def random_key(prompt: NDArray[np.int32], params: SamplingParams) -> int:
+    """64 bits from the seed, the prompt's tokens and the parameters: nothing about where the row stands."""
+    digest = hashlib.blake2b(prompt.astype("<i4").tobytes(), digest_size=8)
+    digest.update(repr(astuple(params)).encode())
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Sampler:
+    """Prepares draws; the drawing itself is a kernel."""
+
+    def __init__(self, eos_token_ids: frozenset[int]):
+        self._eos = np.array(sorted(eos_token_ids), np.int32)
+
+    def prepare(self, plan: StepPlan) -> SamplerInputs:
+        """One draw per sequence that reaches its last token, or per sample where a prompt has just been computed."""
+        wanting = [s.sequence for s in plan.scheduled if s.wants_logits]
+        draws = [(q, sample) for q in wanting for sample in ((q.sample,) if q.sample else q.request.samples)]
+        rows = {id(q): row for row, q in enumerate(wanting)}
+        inputs = SamplerInputs(
+            draws, np.zeros(len(wanting), bool), np.zeros(len(draws), SAMPLE_DTYPE), np.zeros(0, np.int32), self._eos
+        )
+        inputs.samples["row"] = [rows[id(q)] for q, _ in draws]
+        inputs.samples["greedy"] = 1
+        history: list[NDArray[np.int32]] = []
+        for i, (sequence, sample) in enumerate(draws):
+            forbid_eos = sequence.num_generated < sample.params.min_tokens
+            if forbid_eos or sample.params.has_penalties or not sample.params.greedy:
+                self._describe(inputs.samples[i], sequence, sample, forbid_eos, history)
+                inputs.needs_logits[inputs.samples["row"][i]] = True
+        if history:
+            inputs.history = np.concatenate(history)
+        return inputs
+
+    def _describe(
+        self, record: np.void, sequence: Sequence, sample: Sample, forbid_eos: bool, history: list[NDArray[np.int32]]
+    ) -> None:
+        params = sample.params
+        record["greedy"] = params.greedy
+        record["temperature"], record["top_k"] = params.temperature, params.top_k
+        record["top_p"], record["min_p"] = params.top_p, params.min_p
+        record["suppress_end"] = len(self._eos) if forbid_eos else 0
+        if not params.greedy:
+            record["rng_key"] = random_key(sequence.request.prompt_token_ids, params)
+            record["sample_number"], record["token_index"] = sample.sample_number, sequence.num_generated
+        if params.has_penalties:
+            begin = sum(len(h) for h in history)
+            history.append(sequence.token_ids[: sequence.num_tokens])
+            record["history_begin"], record["history_end"] = begin, begin + sequence.num_tokens
+            record["history_prompt_end"] = begin + sequence.num_prompt_tokens
+            record["repetition_penalty"] = params.repetition_penalty
+            record["presence_penalty"] = params.presence_penalty
+            record["frequency_penalty"] = params.frequency_penalty
