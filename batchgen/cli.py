@@ -1,0 +1,383 @@
+"""The command line. Heavy modules are imported inside the commands, so that help and `validate` answer at once."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from batchgen import __version__
+from batchgen.errors import BatchgenError, OutputError
+
+if TYPE_CHECKING:
+    from batchgen.runner import JobPlan, JobSummary
+    from batchgen.spec import JobSpec
+
+DONE, STOPPED, BAD_USAGE, ROWS_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+SHOWN_FAILURES = 20
+
+EXIT_CODES = f"""Exit codes:
+
+{DONE} = every row is answered (or there was nothing left to do)
+
+{STOPPED} = the job could not run, or had to stop
+
+{BAD_USAGE} = wrong usage or a wrong spec
+
+{ROWS_FAILED} = finished, but some rows failed (see the column `error`)
+
+{INTERRUPTED} = interrupted; the same command goes on
+"""
+
+app = typer.Typer(
+    help="Answer a table of prompts with a language model: Parquet in, Parquet out.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+models = typer.Typer(help="Look at models.", no_args_is_help=True)
+app.add_typer(models, name="models")
+
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="The job's YAML file.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set sampling.max_tokens=32; repeatable."),
+]
+Limit = Annotated[int | None, typer.Option("--limit", min=0, metavar="N", help="Use only the first N rows.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; a BatchgenError becomes a line on stderr, never a traceback."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="batchgen")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BatchgenError as error:
+        return _fail(str(error), error.exit_code)
+    except OSError as error:
+        return _fail(str(error), STOPPED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    return DONE
+
+
+def _fail(text: str, code: int) -> int:
+    for line in text.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"batchgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# --- run -------------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=EXIT_CODES)
+def run(
+    spec: SpecPath,
+    sets: Sets = None,
+    limit: Limit = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="DIR", help="Write to this folder, not output.path.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace what the output folder holds.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show neither progress nor summary.")] = False,
+) -> None:
+    """Run a job, or go on with it where it was stopped."""
+    overrides = _overrides(sets, limit, output)
+    job = _load(spec, overrides)
+    again = _command(spec, sets, limit, output)
+    summary = _run_job(job, fresh, quiet, again)
+    if not quiet:
+        _show_summary(summary)
+    if summary.interrupted:
+        print(f"interrupted; to go on, run: {again}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)
+    if summary.failed_rows and not summary.already_done:
+        raise typer.Exit(ROWS_FAILED)
+
+
+def _run_job(job: "JobSpec", fresh: bool, quiet: bool, again: str) -> "JobSummary":
+    from batchgen.progress import make_listener
+    from batchgen.runner import run_job
+
+    stop = StopRequest()
+    progress = make_listener(quiet)
+    try:
+        with _signals_to(stop):
+            return run_job(job, fresh=fresh, progress=progress, stop=stop)
+    except KeyboardInterrupt:
+        progress.close()
+        print(f"stopped at once; what was written is kept. To go on, run: {again}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        progress.close()
+
+
+class StopRequest:
+    """Whether to stop: set by the first signal; the second one raises KeyboardInterrupt where the program is."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+
+    def __call__(self) -> bool:
+        return self._wanted
+
+    def handle(self, signum: int, frame: object) -> None:
+        if self._wanted:
+            raise KeyboardInterrupt
+        self._wanted = True
+        # Not print: the signal may come in the middle of a write to sys.stderr, which cannot be re-entered.
+        os.write(2, b"\nfinishing the rows in flight; press Ctrl-C again to stop at once\n")
+
+
+@contextmanager
+def _signals_to(stop: StopRequest) -> Iterator[None]:
+    """Send SIGINT and SIGTERM to `stop`. Python lets only the main thread do so; elsewhere they stay as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _load(spec: Path, overrides: Sequence[str]) -> "JobSpec":
+    from batchgen.spec import load_spec
+
+    return load_spec(spec, overrides)
+
+
+def _overrides(sets: list[str] | None, limit: int | None, output: str | None = None) -> list[str]:
+    """The options as texts for `load_spec`, which reads values as YAML; a JSON string is one."""
+    texts = list(sets or [])
+    if limit is not None:
+        texts.append(f"input.limit={limit}")
+    if output is not None:
+        texts.append(f"output.path={json.dumps(output)}")
+    return texts
+
+
+def _command(spec: Path, sets: list[str] | None, limit: int | None, output: str | None) -> str:
+    """The command that goes on with the job: the one given, without --fresh."""
+    words = ["batchgen", "run", str(spec)]
+    for text in sets or []:
+        words += ["--set", text]
+    if limit is not None:
+        words += ["--limit", str(limit)]
+    if output is not None:
+        words += ["--output", output]
+    return shlex.join(words)
+
+
+def _show_summary(summary: "JobSummary") -> None:
+    if summary.already_done:
+        print(f"nothing to do: {summary.output_dir} holds the finished job (--fresh runs it again)")
+        return
+    pairs = [("rows", f"{summary.rows:,}"), ("failed rows", f"{summary.failed_rows:,}")]
+    known = ("rows", "failed_rows")
+    pairs += [(name.replace("_", " "), _shown(value)) for name, value in summary.totals.items() if name not in known]
+    _show_pairs("interrupted" if summary.interrupted else "done", [*pairs, ("output", str(summary.output_dir))])
+
+
+# --- validate, plan --------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def validate(
+    spec: SpecPath,
+    sets: Sets = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Print the spec with every default.")] = False,
+) -> None:
+    """Check a spec without loading anything."""
+    job = _load(spec, _overrides(sets, None))
+    print(job.to_yaml() if resolved else f"{spec}: valid", end="" if resolved else "\n")
+
+
+@app.command()
+def plan(
+    spec: SpecPath,
+    sets: Sets = None,
+    limit: Limit = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a job will compute, and which rows will fail, without loading weights."""
+    job = _load(spec, _overrides(sets, limit))
+    from batchgen.runner import plan_job
+
+    result = plan_job(job)
+    if as_json:
+        print(json.dumps(_plan_values(result), indent=2, ensure_ascii=False))
+    else:
+        _show_plan(result)
+
+
+_PLAN_FIELDS = (
+    "rows",
+    "samples",
+    "prompt_tokens",
+    "distinct_prompt_tokens",
+    "duplicate_rows",
+    "max_new_tokens",
+    "kv_bytes_needed",
+    "kv_pages_needed",
+    "longest_prompt",
+    "context_length",
+    "bos_doubled",
+)
+
+
+def _plan_values(result: "JobPlan") -> dict[str, Any]:
+    failing = [{"row_index": row, "code": why.code, "message": why.message} for row, why in result.failing_rows]
+    return {**{name: getattr(result, name) for name in _PLAN_FIELDS}, "failing_rows": failing}
+
+
+def _show_plan(result: "JobPlan") -> None:
+    shared = 1 - result.distinct_prompt_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
+    pairs = [
+        ("rows", f"{result.rows:,}"),
+        ("answers", f"{result.samples:,}"),
+        ("rows that will fail", f"{len(result.failing_rows):,}"),
+        ("rows equal to another", f"{result.duplicate_rows:,}"),
+        ("prompt tokens", f"{result.prompt_tokens:,}"),
+        ("prompt tokens to compute", f"{result.distinct_prompt_tokens:,} ({shared:.1%} saved by sharing)"),
+        ("new tokens at most", f"{result.max_new_tokens:,}"),
+        ("longest prompt", f"{result.longest_prompt:,} of {result.context_length:,} tokens"),
+        ("KV memory", f"{_size(result.kv_bytes_needed)} ({result.kv_pages_needed:,} pages)"),
+    ]
+    if result.bos_doubled:
+        pairs.append(("BOS in the text, not doubled", f"{result.bos_doubled:,} rows"))
+    _show_pairs("plan", pairs)
+    for row, why in result.failing_rows[:SHOWN_FAILURES]:
+        print(f"row {row} will fail: {why.code}: {why.message}")
+    if len(result.failing_rows) > SHOWN_FAILURES:
+        print(f"... and {len(result.failing_rows) - SHOWN_FAILURES:,} more (--json lists all)")
+
+
+# --- models, warmup, schema, init ------------------------------------------------------------------------------------
+
+
+@models.command("show")
+def models_show(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A path, hf:org/name or pypi:name==version/file.")],
+) -> None:
+    """Show a model's architecture, sizes, quantisation, context length and chat template."""
+    from batchgen.runner import show_model
+
+    _show_pairs(source, [(name.replace("_", " "), _shown(value)) for name, value in show_model(source).items()])
+
+
+@app.command()
+def warmup() -> None:
+    """Compile the kernels for this machine's CPU and keep them for later runs."""
+    from batchgen.progress import make_listener
+    from batchgen.runner import warmup as compile_kernels
+
+    progress = make_listener()
+    try:
+        seconds = compile_kernels(progress)
+    finally:
+        progress.close()
+    print(f"the kernels are ready; this took {seconds:.1f} s")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a spec, for editors that complete and check keys."""
+    from batchgen.spec import spec_schema
+
+    print(json.dumps(spec_schema(), indent=2, ensure_ascii=False))
+
+
+@app.command()
+def init(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="A Parquet file, glob or folder.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this new file, not to stdout.")
+    ] = None,
+) -> None:
+    """Write a commented spec to start from, made for the columns of TABLE."""
+    from batchgen.spec_starter import starting_spec
+
+    if output is None:
+        print(starting_spec(table, folder=Path.cwd()), end="")
+        return
+    text = starting_spec(table, folder=output.parent.resolve())
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise OutputError(f"{output}: exists already; choose another name") from None
+    print(f"wrote {output}; next: {shlex.join(['batchgen', 'plan', str(output)])}")
+
+
+# --- how things are shown --------------------------------------------------------------------------------------------
+
+
+def _show_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """A table on a terminal; elsewhere a `name: value` line each."""
+    if not sys.stdout.isatty():
+        for name, value in pairs:
+            print(f"{name}: {value}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), show_header=False, title_justify="left")
+    for name, value in pairs:
+        table.add_row(Text(name, style="bold"), Text(value))
+    Console().print(table)
+
+
+def _shown(value: object) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.2f}"
+        case str():
+            return value
+        case None:
+            return "none"
+        case _:
+            return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that fits: `1.5 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

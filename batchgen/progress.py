@@ -1,0 +1,206 @@
+"""How a running job shows itself on stderr: a live line on a terminal, a plain line now and then elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+PLAIN_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a job. Counts are since the job's first start, `elapsed_s` (seconds) since this process's.
+
+    `rows_total` 0 is not known yet. `prompt_tokens_done` counts the tokens of every prompt that is in the KV cache,
+    and `saved_prompt_tokens` those of them that were shared and not computed.
+    """
+
+    rows_done: int = 0
+    rows_total: int = 0
+    failed_rows: int = 0
+    prompt_tokens_done: int = 0
+    generated_tokens: int = 0
+    saved_prompt_tokens: int = 0
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    elapsed_s: float = 0.0
+    phase: str = ""
+
+
+class ProgressListener(Protocol):
+    """What a job tells of itself. `close` may be called more than once."""
+
+    def update(self, progress: Progress) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def update(self, progress: Progress) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RateMeter:
+    """Tokens per second and time to go, over the present phase: loading does not count, nor what an earlier run did."""
+
+    def __init__(self) -> None:
+        self._start: Progress | None = None
+
+    def update(self, progress: Progress) -> "Rates":
+        if self._start is None or self._start.phase != progress.phase:
+            self._start = progress
+        start = self._start
+        seconds = progress.elapsed_s - start.elapsed_s
+        rows = progress.rows_done - start.rows_done
+        return Rates(
+            prompt=_per_second(progress.prompt_tokens_done - start.prompt_tokens_done, seconds),
+            generated=_per_second(progress.generated_tokens - start.generated_tokens, seconds),
+            eta_s=seconds * max(0, progress.rows_total - progress.rows_done) / rows if rows > 0 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens per second, and the seconds that the remaining rows take at the present rate (None: not known yet)."""
+
+    prompt: float
+    generated: float
+    eta_s: float | None
+
+
+def _per_second(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def describe(progress: Progress, rates: Rates) -> str:
+    """Everything but the row counts and the time to go, in one line: "prompt 2,900 tok/s · ..."."""
+    parts = [f"prompt {rates.prompt:,.0f} tok/s", f"generated {rates.generated:,.0f} tok/s"]
+    if progress.prompt_tokens_done:
+        parts.append(f"shared {progress.saved_prompt_tokens / progress.prompt_tokens_done:.0%}")
+    if progress.kv_pages_total:
+        parts.append(f"KV {progress.kv_pages_used / progress.kv_pages_total:.0%}")
+    if progress.failed_rows:
+        parts.append(f"{progress.failed_rows:,} failed")
+    return " · ".join(parts)
+
+
+def duration(seconds: float | None) -> str:
+    """`1:02:03` or `2:03`; `-:--` where it is not known."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class PlainProgress:
+    """A line at most every `every_s` seconds, at each change of phase, and for the last state when closed."""
+
+    def __init__(self, stream: TextIO, every_s: float = PLAIN_SECONDS, clock: Callable[[], float] = time.monotonic):
+        self._stream = stream
+        self._every_s = every_s
+        self._clock = clock
+        self._meter = RateMeter()
+        self._next_at = 0.0
+        self._phase = ""
+        self._unsaid: str | None = None
+
+    def update(self, progress: Progress) -> None:
+        self._unsaid = self._line(progress)
+        if progress.phase == self._phase and self._clock() < self._next_at:
+            return
+        self._phase = progress.phase
+        self._next_at = self._clock() + self._every_s
+        self._say_last()
+
+    def message(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._say_last()
+
+    def _say_last(self) -> None:
+        if self._unsaid is not None:
+            self.message(self._unsaid)
+        self._unsaid = None
+
+    def _line(self, progress: Progress) -> str:
+        rates = self._meter.update(progress)
+        phase = progress.phase or "running"
+        if not progress.rows_total:
+            return f"[{duration(progress.elapsed_s)}] {phase}"
+        rows = f"{progress.rows_done:,}/{progress.rows_total:,} rows"
+        parts = [f"[{duration(progress.elapsed_s)}] {phase}: {rows}", describe(progress, rates)]
+        return " · ".join([*parts, f"ETA {duration(rates.eta_s)}"])
+
+
+class LiveProgress:
+    """rich's bar, redrawn a few times a second by rich's own thread; messages appear above it."""
+
+    def __init__(self, bar: "RichProgress"):
+        self._bar = bar
+        self._meter = RateMeter()
+        self._task = bar.add_task("starting", total=None, detail="", rows="", eta="")
+        bar.start()
+
+    def update(self, progress: Progress) -> None:
+        rates = self._meter.update(progress)
+        known = progress.rows_total > 0
+        self._bar.update(
+            self._task,
+            description=progress.phase or "running",
+            completed=progress.rows_done,
+            total=progress.rows_total if known else None,
+            rows=f"{progress.rows_done:,}/{progress.rows_total:,} rows" if known else "",
+            detail=describe(progress, rates) if known else "",
+            eta=f"ETA {duration(rates.eta_s)}" if known else "",
+        )
+
+    def message(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def _rich_bar(stream: TextIO) -> "RichProgress":
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[rows]}", markup=False),
+        TextColumn("{task.fields[detail]}", style="dim", markup=False),
+        TextColumn("{task.fields[eta]}", markup=False),
+        TimeElapsedColumn(),
+        console=Console(file=stream),
+        refresh_per_second=4,
+    )
+
+
+def make_listener(quiet: bool = False, stream: TextIO | None = None) -> ProgressListener:
+    """The listener that fits `stream` (stderr by default); rich is imported only for a terminal."""
+    stream = stream or sys.stderr
+    if quiet:
+        return SilentProgress()
+    if stream.isatty():
+        return LiveProgress(_rich_bar(stream))
+    return PlainProgress(stream)

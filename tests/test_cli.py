@@ -1,0 +1,342 @@
+"""The command line: what it prints, and the exit codes. The runner is a stand-in."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from batchgen import __version__, cli
+from batchgen.engine.types import RowFailure
+from batchgen.errors import InputError, ModelError
+from batchgen.spec import load_spec
+
+# The subprocesses run in other folders, where a package that is not installed would not be found.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+SPEC = "model: {source: m.gguf}\ninput: {path: d.parquet, prompt: x}\n"
+
+
+@dataclass
+class Summary:
+    rows: int = 10
+    failed_rows: int = 0
+    totals: dict = field(default_factory=lambda: {"rows": 10, "prompt_tokens": 1234, "wall_seconds": 1.5})
+    output_dir: Path = Path("out")
+    interrupted: bool = False
+    already_done: bool = False
+
+
+@dataclass
+class Plan:
+    rows: int = 10
+    samples: int = 20
+    failing_rows: list = field(default_factory=list)
+    prompt_tokens: int = 1000
+    distinct_prompt_tokens: int = 250
+    duplicate_rows: int = 3
+    max_new_tokens: int = 2560
+    kv_bytes_needed: int = 3 << 20
+    kv_pages_needed: int = 96
+    longest_prompt: int = 77
+    context_length: int = 8192
+    bos_doubled: int = 0
+
+
+@pytest.fixture
+def spec(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(SPEC)
+    return "job.yaml"
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """A stand-in for batchgen.runner, whose functions a test may replace; `calls` are those of run_job."""
+    module = types.ModuleType("batchgen.runner")
+    module.calls, module.summary, module.plan = [], Summary(), Plan()
+
+    def run_job(job, *, fresh, progress, stop):
+        module.calls.append((job, fresh))
+        return module.summary
+
+    module.run_job = run_job
+    module.plan_job = lambda job: module.plan
+    module.show_model = lambda source: {"architecture": "llama", "tied_output": True, "types": {"Q4_1": 3}}
+    module.warmup = lambda progress: 12.34
+    monkeypatch.setitem(sys.modules, "batchgen.runner", module)
+    return module
+
+
+def test_run_hands_the_options_on(spec, runner, capsys):
+    arguments = ["run", spec, "--set", "sampling.max_tokens=7", "--limit", "3", "--output", "a: b", "--fresh"]
+    assert cli.main(arguments) == 0
+    ((job, fresh),) = runner.calls
+    assert (job.sampling.max_tokens, job.input.limit, job.output.path, fresh) == (7, 3, str(Path.cwd() / "a: b"), True)
+    out = capsys.readouterr().out
+    assert out.splitlines() == [
+        "rows: 10",
+        "failed rows: 0",
+        "prompt tokens: 1,234",
+        "wall seconds: 1.50",
+        "output: out",
+    ]
+
+
+def test_quiet_prints_nothing(spec, runner, capsys):
+    assert cli.main(["run", spec, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_failed_rows_are_exit_code_3(spec, runner):
+    runner.summary = Summary(failed_rows=2)
+    assert cli.main(["run", spec]) == 3
+
+
+def test_a_finished_job_is_exit_code_0(spec, runner, capsys):
+    runner.summary = Summary(failed_rows=2, already_done=True)
+    assert cli.main(["run", spec]) == 0
+    assert "nothing to do: out holds the finished job" in capsys.readouterr().out
+
+
+def test_an_interrupted_job_says_how_to_go_on(spec, runner, capsys):
+    runner.summary = Summary(interrupted=True, failed_rows=1)
+    assert cli.main(["run", spec, "--fresh", "--set", "input.prompt='a b'", "--limit", "3", "-o", "x y"]) == 130
+    expected = "batchgen run job.yaml --set 'input.prompt='\"'\"'a b'\"'\"'' --limit 3 --output 'x y'"
+    assert f"interrupted; to go on, run: {expected}\n" in capsys.readouterr().err
+
+
+def test_an_error_is_one_line_and_its_exit_code(spec, runner, capsys):
+    def run_job(job, **options):
+        raise InputError("d.parquet: no such file")
+
+    runner.run_job = run_job
+    assert cli.main(["run", spec]) == 1
+    assert capsys.readouterr().err == "error: d.parquet: no such file\n"
+
+
+def test_an_error_of_the_system_is_one_line(spec, runner, capsys):
+    def run_job(job, **options):
+        raise PermissionError(13, "Permission denied", "/x")
+
+    runner.run_job = run_job
+    assert cli.main(["run", spec]) == 1
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/x'\n"
+
+
+def test_a_wrong_spec_is_exit_code_2_and_runs_nothing(spec, runner, capsys):
+    assert cli.main(["run", spec, "--set", "sampling.top_p=0", "--set", "sampling.n=0"]) == 2
+    assert runner.calls == []
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --set sampling.top_p=0: sampling.top_p: 0 is not allowed: must be > 0 and <= 1",
+        "error: --set sampling.n=0: sampling.n: 0 is not allowed: must be >= 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run"], ["run", "job.yaml", "--limit", "-1"], ["run", "job.yaml", "--nope"], ["nope"], ["run", "none"]],
+)
+def test_wrong_usage_is_exit_code_2(spec, runner, arguments):
+    assert cli.main(arguments) == 2
+    assert runner.calls == []
+
+
+def test_the_first_signal_asks_and_the_second_stops_at_once(spec, runner, capfd):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def run_job(job, *, stop, **options):
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        raise AssertionError("the second signal did not stop the job")
+
+    runner.run_job = run_job
+    assert cli.main(["run", spec]) == 130
+    error = capfd.readouterr().err
+    assert "finishing the rows in flight; press Ctrl-C again to stop at once" in error
+    assert "stopped at once; what was written is kept. To go on, run: batchgen run job.yaml" in error
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+FAKE_RUNNER = """
+import sys, time, types
+sys.path.insert(0, {tests!r})
+from test_cli import Summary
+module = types.ModuleType("batchgen.runner")
+def run_job(job, *, fresh, progress, stop):
+    print("running", flush=True)
+    deadline = time.monotonic() + 20
+    while not stop() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return Summary(interrupted=stop())
+module.run_job = run_job
+sys.modules["batchgen.runner"] = module
+from batchgen.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_interrupted_ends_in_order(spec, number):
+    code = FAKE_RUNNER.format(tests=str(Path(__file__).parent))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "run", spec],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(number)
+    out, error = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "finishing the rows in flight" in error
+    assert "interrupted; to go on, run: batchgen run job.yaml" in error
+    assert "Traceback" not in error
+    assert "rows: 10" in out
+
+
+def test_validate(spec, capsys):
+    assert cli.main(["validate", spec]) == 0
+    assert capsys.readouterr().out == "job.yaml: valid\n"
+    assert cli.main(["validate", spec, "--resolved", "--set", "sampling.seed=5"]) == 0
+    Path("resolved.yaml").write_text(capsys.readouterr().out)
+    assert load_spec(Path("resolved.yaml")) == load_spec(Path(spec), ["sampling.seed=5"])
+
+
+def test_plan(spec, runner, capsys):
+    runner.plan = Plan(failing_rows=[(i, RowFailure("prompt_missing", "null")) for i in range(25)], bos_doubled=2)
+    assert cli.main(["plan", spec]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "prompt tokens to compute: 250 (75.0% saved by sharing)" in lines
+    assert "KV memory: 3.0 MiB (96 pages)" in lines
+    assert "longest prompt: 77 of 8,192 tokens" in lines
+    assert "row 19 will fail: prompt_missing: null" in lines
+    assert lines[-1] == "... and 5 more (--json lists all)"
+
+
+def test_plan_as_json(spec, runner, capsys):
+    runner.plan = Plan(failing_rows=[(4, RowFailure("prompt_too_long", "é"))])
+    assert cli.main(["plan", spec, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["failing_rows"] == [{"row_index": 4, "code": "prompt_too_long", "message": "é"}]
+    assert {name: value for name, value in values.items() if name != "failing_rows"} == {
+        name: value for name, value in vars(Plan()).items() if name != "failing_rows"
+    }
+
+
+def test_plan_of_an_empty_table(spec, runner, capsys):
+    runner.plan = Plan(rows=0, samples=0, prompt_tokens=0, distinct_prompt_tokens=0)
+    assert cli.main(["plan", spec]) == 0
+    assert "prompt tokens to compute: 0 (0.0% saved by sharing)" in capsys.readouterr().out
+
+
+def test_models_show(runner, capsys):
+    assert cli.main(["models", "show", "m.gguf"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["architecture: llama", "tied output: yes", 'types: {"Q4_1": 3}']
+
+    def show_model(source):
+        raise ModelError(f"{source}: no such file")
+
+    runner.show_model = show_model
+    assert cli.main(["models", "show", "m.gguf"]) == 1
+    assert capsys.readouterr().err == "error: m.gguf: no such file\n"
+
+
+def test_warmup(runner, capsys):
+    assert cli.main(["warmup"]) == 0
+    assert capsys.readouterr().out == "the kernels are ready; this took 12.3 s\n"
+
+
+def test_schema(capsys):
+    assert cli.main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "batchgen job spec"
+
+
+def test_help_and_version_list_commands_and_exit_codes():
+    result = CliRunner().invoke(cli.app, ["--help"])
+    assert result.exit_code == 0
+    for text in ("run", "validate", "plan", "models", "warmup", "schema", "init", "0 =", "1 =", "2 =", "3 =", "130 ="):
+        assert text in result.output
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"batchgen {__version__}\n"
+
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys"),
+    [
+        (
+            {"task_id": pa.string(), "text": pa.string(), "prompt": pa.string()},
+            {"id": "task_id", "prompt": "{{ prompt }}"},
+        ),
+        ({"a": pa.int64(), "b": pa.large_string()}, {"id": None, "prompt": "{{ b }}"}),
+        ({"a": pa.int64()}, {"prompt": "{{ a }}"}),
+        ({"my text": pa.string(), "not": pa.string(), "range": pa.string(), "b": pa.int64()}, {"prompt": "{{ b }}"}),
+        ({"prompt": pa.string(), "chat": MESSAGES, "id": pa.int32()}, {"id": "id", "messages": "chat"}),
+        ({"no": pa.large_list(pa.int32()), "s": pa.string()}, {"token_ids": "no"}),
+        ({"null": MESSAGES}, {"messages": "null"}),
+        ({"a": pa.list_(pa.string()), "id": pa.float64(), "q: 'x'\n": pa.list_(MESSAGES.value_type)}, {"id": None}),
+    ],
+)
+def test_init_makes_a_valid_spec(tmp_path, capsys, monkeypatch, columns, keys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({name: pa.array([], kind) for name, kind in columns.items()}), "data/my table.parquet")
+    assert cli.main(["init", "data/my table.parquet", "--output", "jobs.yaml"]) == 0
+    job = load_spec(Path("jobs.yaml"))
+    assert job.input.path == str(tmp_path / "data" / "my table.parquet")
+    assert (job.name, job.output.path) == ("my-table", str(tmp_path / "runs" / "my-table"))
+    assert {name: getattr(job.input, name) for name in keys} == keys
+    assert cli.main(["init", "data/my table.parquet"]) == 0
+    assert capsys.readouterr().out.endswith(Path("jobs.yaml").read_text())
+
+
+def test_init_writes_a_path_from_the_folder_of_the_spec(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("jobs", "data/x=1", "data/x=2"):
+        (tmp_path / folder).mkdir(parents=True)
+    pq.write_table(pa.table({"prompt": ["a"]}), "data/x=2/a.parquet")
+    assert cli.main(["init", "data", "-o", "jobs/a.yaml"]) == 0
+    assert Path(load_spec(Path("jobs/a.yaml")).input.path).resolve() == tmp_path / "data"
+    assert cli.main(["init", "data/*/*.parquet", "-o", "jobs/a.yaml"]) == 1
+    assert capsys.readouterr().err == "error: jobs/a.yaml: exists already; choose another name\n"
+
+
+def test_init_refuses_what_is_no_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.parquet").write_text("no")
+    pq.write_table(pa.table({}), "b.parquet")
+    pq.write_table(pa.table({"my text": ["a"]}), "d.parquet")
+    messages = {"a": "cannot be read as Parquet", "b": "no columns", "c": "no Parquet", "d": "(my text); rename one"}
+    for name, message in ((f"{stem}.parquet", text) for stem, text in messages.items()):
+        assert cli.main(["init", name]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {name}: ")
+        assert message in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "job.yaml"]])
+def test_help_and_validate_load_nothing_heavy(spec, arguments):
+    code = (
+        "import sys; from batchgen.cli import main; code = main(); "
+        "print('loaded', *{'numba', 'polars', 'pyarrow', 'tokenizers'} & set(sys.modules)); sys.exit(code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "loaded"
