@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from batchgen.engine.batch import build_batch
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.planner import Admission
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler, Sequence
 from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, StepRecord
@@ -66,9 +67,9 @@ class Engine:
         limits: EngineLimits,
         *,
         clock: Callable[[], int] = time.monotonic_ns,
-        first_step: int = 0,
     ):
         self._backend, self._detokenizer, self._limits, self._clock = backend, detokenizer, limits, clock
+        self.admission = Admission(limits.context_length, limits.vocab_size, limits.num_pages * limits.page_size)
         self.blocks = BlockManager(limits.num_pages)
         self.scheduler = Scheduler(
             self.blocks,
@@ -78,7 +79,7 @@ class Engine:
             prefix_sharing=limits.prefix_sharing,
         )
         self._sampler = Sampler(detokenizer.eos_token_ids)
-        self._step = first_step
+        self._step = 0
         self._ready: list[RequestOutput] = []
         self._watchers: dict[int, StopWatcher] = {}
 
@@ -91,14 +92,14 @@ class Engine:
         now = self._clock()
         samples = []
         for sample in request.samples:
-            failure = self._refusal(request, sample)
+            failure = self.admission.refusal(request.prompt_token_ids, sample.params)
             if failure or sample.params.max_tokens == 0:
                 self._answer_at_once(request, sample, failure, now)
             else:
                 samples.append(sample)
         if not samples:
             return
-        room = max(self._room(request, s) for s in samples)
+        room = max(self.admission.room(len(request.prompt_token_ids), s.params) for s in samples)
         tokens = np.zeros(len(request.prompt_token_ids) + room, np.int32)
         tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
         accepted = Request(request.prompt_token_ids, tuple(samples))
@@ -117,15 +118,15 @@ class Engine:
         result = self._backend.run(batch)
         computed = self._clock()
         pages = self.blocks.num_used
-        decode = sum(s.count for s in plan.scheduled if s.start >= s.sequence.num_prompt_tokens)
+        prefill = sum(s.num_prompt_tokens for s in plan.scheduled)
         outputs += self._update(sampling.draws, result.token_ids.tolist(), result.logprobs.tolist(), computed)
         end = self._clock()
         record = StepRecord(
             step=self._step,
             start_ns=start,
             duration_ns=end - start,
-            num_prefill_tokens=plan.num_tokens - decode,
-            num_decode_tokens=decode,
+            num_prefill_tokens=prefill,
+            num_decode_tokens=plan.num_tokens - prefill,
             num_seqs=len(plan.scheduled),
             pages_used=pages,
             schedule_ns=scheduled - start,
@@ -135,24 +136,6 @@ class Engine:
         )
         self._step += 1
         return outputs, record
-
-    def _refusal(self, request: Request, sample: Sample) -> RowFailure | None:
-        prompt, limits = request.prompt_token_ids, self._limits
-        if not len(prompt):
-            return RowFailure("prompt_missing", "the prompt has no tokens")
-        if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
-            return RowFailure("encode_error", f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
-        if len(prompt) > limits.context_length:
-            return _too_long(len(prompt), limits.context_length)
-        capacity = limits.num_pages * limits.page_size
-        needed = len(prompt) + self._room(request, sample) - 1
-        if needed > capacity:
-            return RowFailure("resource_error", f"{needed} tokens of KV are needed; engine.kv_memory holds {capacity}")
-        return None
-
-    def _room(self, request: Request, sample: Sample) -> int:
-        """Tokens that may be generated: the last one needs no place in the context."""
-        return min(sample.params.max_tokens, self._limits.context_length - len(request.prompt_token_ids) + 1)
 
     def _answer_at_once(self, request: Request, sample: Sample, failure: RowFailure | None, now: int) -> None:
         reason: FinishReason = "error" if failure else "length"
@@ -194,7 +177,7 @@ class Engine:
         stop = self._watch(sequence, token) if params.stop else None
         if stop is not None:
             return self._finish(sequence, "stop", stop, now)
-        if sequence.num_generated >= self._room(sequence.request, sequence.sample):
+        if sequence.num_generated >= self.admission.room(sequence.num_prompt_tokens, params):
             return self._finish(sequence, "length", None, now)
         return []
 
@@ -248,10 +231,6 @@ class Engine:
     def _text(self, ids: NDArray[np.int32], reason: FinishReason) -> str:
         ended = reason == "stop" and len(ids) and int(ids[-1]) in self._detokenizer.eos_token_ids
         return self._detokenizer.decode(ids[:-1] if ended else ids)
-
-
-def _too_long(length: int, context: int) -> RowFailure:
-    return RowFailure("prompt_too_long", f"the prompt has {length} tokens; the model's context holds {context}")
 
 
 def _not_a_number(sequence: Sequence) -> RowFailure:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from batchgen.engine.types import Request, Sample, SamplingParams
+from batchgen.engine.types import Request, RowFailure, Sample, SamplingParams
 
 COMPARE_TOKENS = 64
 """Tokens of all undecided neighbours compared at a time."""
@@ -105,6 +105,48 @@ def _common_prefixes(table: PromptTable, order: NDArray[np.int64]) -> NDArray[np
         shared[undecided] += equal
         undecided = undecided[equal == COMPARE_TOKENS]
     return shared
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What can be answered at all: the model's context and vocabulary, and the tokens that the KV cache holds."""
+
+    context_length: int
+    vocab_size: int
+    kv_tokens: int
+
+    def room(self, prompt_length: int, params: SamplingParams) -> int:
+        """Tokens that may be generated; the last one needs no place in the context."""
+        return min(params.max_tokens, self.context_length - prompt_length + 1)
+
+    def refusal(self, prompt: NDArray[np.int32], params: SamplingParams) -> RowFailure | None:
+        """Why a prompt cannot be answered, if it cannot."""
+        length = len(prompt)
+        if not length:
+            return RowFailure("prompt_missing", "the prompt has no tokens")
+        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            return RowFailure("encode_error", f"the prompt has a token id outside 0..{self.vocab_size - 1}")
+        if length > self.context_length:
+            text = f"the prompt has {length} tokens; the model's context holds {self.context_length}"
+            return RowFailure("prompt_too_long", text)
+        needed = length + max(self.room(length, params) - 1, 0)
+        if needed > self.kv_tokens:
+            text = f"{needed} tokens of KV memory are needed; engine.kv_memory holds {self.kv_tokens}"
+            return RowFailure("resource_error", text)
+        return None
+
+
+def pages_at_once(plan: PrefixPlan, new_tokens: NDArray[np.int64], page_size: int, max_num_seqs: int) -> int:
+    """KV pages that `max_num_seqs` neighbours of the plan need at most, `new_tokens` generated (in plan order).
+
+    Their own pages, and those of the longest prefix that they can share with what ran before.
+    """
+    if not len(plan.order):
+        return 0
+    own = -(-(plan.lengths + new_tokens) // page_size) - plan.shared // page_size + 1
+    total = np.concatenate([[0], np.cumsum(own)])
+    width = min(max_num_seqs, len(own))
+    return int((total[width:] - total[:-width]).max() + -(-plan.lengths.max() // page_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,11 @@ class ScheduledSequence:
     count: int
     wants_logits: bool
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of its tokens are of the prompt."""
+        return max(0, min(self.start + self.count, self.sequence.num_prompt_tokens) - self.start)
+
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
@@ -111,8 +116,9 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._frontier: Frontier | None = None
         self._copy_sources: list[int] = []
-        self.computed_prompt_tokens = 0
         self.preemptions = 0
+        self.cached_prompt_tokens = 0  # prompt tokens that an admitted sequence found computed
+        self.generated_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -187,7 +193,6 @@ class Scheduler:
         plan.scheduled.append(ScheduledSequence(sequence, start, count, start + count == sequence.num_tokens))
         if self._frontier is not None and self._frontier.sequence is sequence:
             self._frontier.valid = min(sequence.num_prompt_tokens, sequence.num_computed_tokens)
-        self.computed_prompt_tokens += max(0, min(start + count, sequence.num_prompt_tokens) - start)
 
     def _new_page(self, plan: StepPlan) -> int:
         page = self.blocks.allocate()
@@ -218,6 +223,7 @@ class Scheduler:
                 self._drop_frontier()
                 continue
             self._waiting.popleft()
+            self.cached_prompt_tokens += 0 if sequence.scheduled_ns else sequence.num_cached_tokens
             self._running.append(sequence)
             sequence.scheduled_ns = sequence.scheduled_ns or now_ns
             self._replace_frontier(sequence)
@@ -302,6 +308,7 @@ class Scheduler:
         return [parent, *children]
 
     def append_token(self, sequence: Sequence, token: int, logprob: float, step: int, now_ns: int) -> None:
+        self.generated_tokens += 1
         sequence.token_ids[sequence.num_tokens] = token
         sequence.num_tokens += 1
         sequence.logprobs.append(logprob)

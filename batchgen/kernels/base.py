@@ -94,6 +94,29 @@ class StepBatch:
         return len(self.input_ids)
 
 
+def single_token_batch() -> StepBatch:
+    """The smallest step there is: token 0 at position 0 in page 0, greedy."""
+    none = np.zeros(0, np.int32)
+    sample = np.zeros(1, SAMPLE_DTYPE)
+    sample["greedy"] = 1
+    return StepBatch(
+        input_ids=np.zeros(1, np.int32),
+        positions=np.zeros(1, np.int32),
+        slot_mapping=np.zeros(1, np.int64),
+        block_tables=np.zeros((1, 1), np.int32),
+        cu_seqlens_q=np.array([0, 1], np.int32),
+        seq_lens=np.ones(1, np.int32),
+        logits_rows=np.zeros(1, np.int32),
+        needs_logits=np.zeros(1, np.bool_),
+        samples=sample,
+        history=none,
+        suppress=none,
+        copies=np.zeros((0, 2), np.int64),
+        cleared_pages=none,
+        shared_runs=np.zeros((0, 3), np.int32),
+    )
+
+
 @dataclass(slots=True, eq=False)
 class StepResult:
     """Sampled tokens with their log-probabilities under the model's own distribution (before temperature and filters).
@@ -144,5 +167,9 @@ class Backend(Protocol):
         limits: StepLimits,
         rope: tuple[NDArray[np.float32], NDArray[np.float32]],
     ) -> None: ...
+    def warm_up(self) -> None:
+        """Compile, or load from disk, what the first step would otherwise wait for."""
+        ...
+
     def run(self, batch: StepBatch) -> StepResult: ...
     def close(self) -> None: ...

@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 
 from batchgen.kernels.cpu import simd, tiles
+from batchgen.kernels.cpu.compiling import compiled
 
 LOWEST = np.float32(-1e30)
 ZERO = np.float32(0)
@@ -39,7 +40,7 @@ def set_item(item, row, rows, sequence, first, end, start, final):
     item[END], item[START], item[FINAL] = end, start, final
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size, items):
     """Fill the work list for one step; returns (items over shared runs, items in all).
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.kernels.base import KEY_BLOCK, ModelShape, Ops, StepBatch, StepLimits, StepResult
+from batchgen.kernels.base import KEY_BLOCK, ModelShape, Ops, StepBatch, StepLimits, StepResult, single_token_batch
 from batchgen.kernels.cpu import attention, gemm, pack, program, tiles
 from batchgen.kernels.cpu.features import available_kernels
 
@@ -268,6 +268,9 @@ class CpuBackend:
         return next(array for array in self._kept if array.ctypes.data == address)
 
     # Execution
+
+    def warm_up(self) -> None:
+        self.run(single_token_batch())
 
     def run(self, batch: StepBatch) -> StepResult:
         """Execute one step; see `StepBatch` for shapes."""

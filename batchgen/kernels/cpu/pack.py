@@ -3,6 +3,8 @@
 import numpy as np
 from numba import njit
 
+from batchgen.kernels.cpu.compiling import compiled
+
 
 @njit(nogil=True, inline="always")
 def round_to_bf16(bits):
@@ -10,14 +12,14 @@ def round_to_bf16(bits):
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _convert_rows(bits, out):
     for r in range(bits.shape[0]):
         for i in range(bits.shape[1]):
             out[r, i] = round_to_bf16(bits[r, i])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _fill_bf16(bits, panels, k, column, alternate):
     for r in range(bits.shape[0]):
         c = column + r
@@ -28,7 +30,7 @@ def _fill_bf16(bits, panels, k, column, alternate):
             panels[panel + i // 2 * 32 + c % 16 * 2 + i % 2] = round_to_bf16(bits[r, i])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _fill_fp32(rows, panels, k, column, alternate):
     for r in range(rows.shape[0]):
         c = column + r

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from batchgen.kernels.cpu import attention, gemm, sampling, simd, tiles
+from batchgen.kernels.cpu.compiling import compiled
 
 EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE, CLEAR, ATTENTION, HEAD, PICK, SAMPLE = range(11)
 
@@ -518,7 +519,7 @@ def copy_level(op, model, arrays, copies, counter):
         copy_slot(model, op.layer, arrays.copies[n, 0], arrays.copies[n, 1])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def run(ops, models, steps, arrays, thread, vocab_scratch):
     """One thread's part in one step: every operation of the program, with a barrier after each.
 

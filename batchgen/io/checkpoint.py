@@ -1,0 +1,347 @@
+"""What a job has done so far, so that the same command finishes it after a crash at any instant.
+
+    output/job.json        which job this is, and whether it is finished
+    output/.work/          only while the job runs:
+        lock               held by the living process
+        parts/             results, timings and steps in the order they were made
+        manifest.jsonl     the parts that count
+        deliver/, runs/    files in the making
+
+A part's files are written under temporary names, made durable and renamed before their manifest line is written, so
+whatever is not in the manifest never happened.
+"""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from batchgen.errors import OutputError
+from batchgen.io.files import output_errors, remove, sync_directory, write_atomically, write_json
+from batchgen.io.manifest import Manifest, Part
+from batchgen.io.schemas import SCHEMAS
+
+State = Literal["new", "resumed", "finished"]
+
+_JOB_FORMAT = 1
+_MARK = "batchgen_job"
+_OWN_NAMES = (*SCHEMAS, "report.html")
+_SAMPLE_BITS = 20  # a result's key is row_index << 20 | sample_index
+
+
+def result_keys(row_index: NDArray[np.integer], sample_index: NDArray[np.integer]) -> NDArray[np.int64]:
+    """One int64 per (row, sample), ordered as they are; row < 2**43, sample < 2**20."""
+    if np.max(sample_index, initial=0) >> _SAMPLE_BITS:
+        raise ValueError(f"sample_index must be below {1 << _SAMPLE_BITS}")
+    return np.asarray(row_index, np.int64) << _SAMPLE_BITS | np.asarray(sample_index, np.int64)
+
+
+def split_key(key: int) -> tuple[int, int]:
+    """(row_index, sample_index) of a key."""
+    return int(key) >> _SAMPLE_BITS, int(key) & ((1 << _SAMPLE_BITS) - 1)
+
+
+class Checkpoint:
+    """The working state of one output directory, held by this process until `close` or `finish`.
+
+    Opened by `Checkpoint.open`; usable as a context manager. `state` says what was found: "new", "resumed", or
+    "finished", in which case there is nothing to do and nothing may be committed.
+    """
+
+    def __init__(self, directory: Path, identity: dict[str, Any], state: State, lock: IO[bytes] | None):
+        self.directory = directory
+        self.identity = identity
+        self.state = state
+        self._lock = lock
+        self._manifest = Manifest(self.work / "manifest.jsonl")
+        self._earlier = self.parts
+
+    @classmethod
+    def open(cls, directory: str | Path, identity: dict[str, Any], fresh: bool = False) -> "Checkpoint":
+        """Opens or creates the output directory for the job that `identity` (JSON values) describes.
+
+        `fresh` replaces whatever job is there. Raises OutputError when the directory is a file or a link, holds
+        something else than a batchgen job, holds another job, is used by a living process, or cannot be written.
+        """
+        directory, identity = Path(directory), json.loads(json.dumps(identity))
+        with output_errors(directory):
+            _check_directory(directory)
+            if not fresh and _is_delivered(directory, identity):
+                return cls(directory, identity, "finished", None)
+            lock = _acquire(directory / ".work")
+            try:
+                checkpoint = cls(directory, identity, _prepare(directory, identity, fresh), lock)
+                checkpoint._check_parts()
+                return checkpoint
+            except BaseException:
+                lock.close()
+                raise
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def work(self) -> Path:
+        return self.directory / ".work"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self._manifest.parts
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next engine step gets, so that numbers go on after a resume."""
+        return max((part.end_step for part in self.parts), default=0)
+
+    @property
+    def elapsed_ns(self) -> int:
+        """The job's time up to the last committed event; times go on from here after a resume."""
+        return max((part.end_ns for part in self.parts), default=0)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The sums of all parts' totals, of earlier runs too."""
+        names = dict.fromkeys(name for part in self.parts for name in part.totals)
+        return {name: sum(part.totals.get(name, 0) for part in self.parts) for name in names}
+
+    @cached_property
+    def done(self) -> NDArray[np.int64]:
+        """The sorted keys (`result_keys`) of the results that earlier runs of the job had committed."""
+        return _keys(self._paths("results", self._earlier))
+
+    def committed_keys(self) -> NDArray[np.int64]:
+        """The sorted keys of all results committed by now, as the parts hold them."""
+        return _keys(self.part_files("results"))
+
+    def is_done(self, row_index: NDArray[np.integer], sample_index: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Whether each (row, sample) had been committed when the job was resumed."""
+        keys = result_keys(row_index, sample_index)
+        if not len(self.done):
+            return np.zeros(len(keys), bool)
+        at = np.minimum(np.searchsorted(self.done, keys), len(self.done) - 1)
+        return self.done[at] == keys
+
+    def part_files(self, kind: str) -> list[Path]:
+        """The committed files of "results", "timings" or "steps", in the order they were made."""
+        return self._paths(kind, self.parts)
+
+    def _paths(self, kind: str, parts: tuple[Part, ...]) -> list[Path]:
+        names = [_file_name(kind, part.number) for part in parts]
+        return [self.work / "parts" / name for name, part in zip(names, parts, strict=True) if name in part.files]
+
+    def commit(
+        self,
+        tables: Mapping[str, pa.Table],
+        *,
+        end_step: int = 0,
+        end_ns: int = 0,
+        totals: Mapping[str, int] | None = None,
+    ) -> None:
+        """Makes a part of the tables (keys of `SCHEMAS`) durable, all or nothing. Raises OutputError if it cannot."""
+        number = self.parts[-1].number + 1 if self.parts else 0
+        with output_errors(self.directory):
+            sizes = dict(
+                self._write(_file_name(kind, number), table) for kind, table in tables.items() if table.num_rows
+            )
+            self._manifest.append(Part(number, sizes, end_step, end_ns, totals or {}))
+
+    def finish(self, job: Mapping[str, Any]) -> None:
+        """Marks the delivered job as finished in job.json, together with `job`, then removes the working state."""
+        with output_errors(self.directory):
+            _write_job(self.directory, "finished", self.identity, job)
+            self.state = "finished"
+            _remove_work(self.work)
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the directory; what was committed stays."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _write(self, name: str, table: pa.Table) -> tuple[str, int]:
+        path = self.work / "parts" / name
+        write_atomically(path, partial(pq.write_table, table, compression="zstd"))
+        return name, path.stat().st_size
+
+    def _check_parts(self) -> None:
+        """Removes what no manifest line vouches for, and makes sure that the rest is there."""
+        if self.state == "finished":
+            return self.close()
+        directory = self.work / "parts"
+        directory.mkdir(exist_ok=True)
+        known = {name: size for part in self.parts for name, size in part.files.items()}
+        found = {path.name: path for path in directory.iterdir()}
+        for name in found.keys() - known.keys():
+            remove(found[name])
+        for name, size in known.items():
+            if name not in found or found[name].stat().st_size != size:
+                raise OutputError(f"{directory / name} is missing or damaged; --fresh starts the job anew")
+
+
+def _keys(paths: list[Path]) -> NDArray[np.int64]:
+    keys = [np.zeros(0, np.int64)]
+    for path in paths:
+        with pq.ParquetFile(path) as file:
+            table = file.read(["row_index", "sample_index"])
+        keys.append(result_keys(table["row_index"].to_numpy(), table["sample_index"].to_numpy()))
+    return np.sort(np.concatenate(keys))
+
+
+def _file_name(kind: str, number: int) -> str:
+    return f"{kind}-{number:06d}.parquet"
+
+
+# --- the directory ----------------------------------------------------------------------------------------------
+
+
+def _check_directory(directory: Path) -> None:
+    """Refuses what is no place for a job, before anything is written."""
+    if directory.is_symlink():
+        raise OutputError(f"output {directory} is a symbolic link; name the directory itself")
+    if directory.exists() and not directory.is_dir():
+        raise OutputError(f"output {directory} is a file; a directory is needed")
+    names = {path.name for path in directory.iterdir()} if directory.exists() else set()
+    if names - {".work"} and read_job(directory) is None:
+        raise OutputError(f"output {directory} is not empty and holds no batchgen job; choose another directory")
+
+
+def read_job(directory: Path) -> dict[str, Any] | None:
+    """The content of a job directory's job.json; None when there is none, or it is not batchgen's."""
+    try:
+        job = json.loads((directory / "job.json").read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return job if isinstance(job, dict) and job.get(_MARK) == _JOB_FORMAT else None
+
+
+def _write_job(directory: Path, state: str, identity: dict[str, Any], job: Mapping[str, Any] | None = None) -> None:
+    value = {_MARK: _JOB_FORMAT, "state": state, **(job or {}), "identity": identity}
+    write_json(directory / "job.json", value, directory / ".work" / "job.json.tmp")
+
+
+def _is_delivered(directory: Path, identity: dict[str, Any]) -> bool:
+    """Whether this very job is finished and no working state is left; needs no lock, and no right to write."""
+    job = read_job(directory)
+    finished = job is not None and job.get("state") == "finished" and job.get("identity") == identity
+    return finished and not (directory / ".work").exists()
+
+
+def _prepare(directory: Path, identity: dict[str, Any], fresh: bool) -> State:
+    """With the lock held: brings the directory into the state that it returns."""
+    for name in ("deliver", "runs", "job.json.tmp"):
+        remove(directory / ".work" / name)
+    job = read_job(directory)
+    if job is None or fresh or (job.get("state") == "replaced" and job.get("identity") == identity):
+        _start(directory, identity)
+        return "new"
+    if job.get("identity") != identity:
+        raise OutputError(
+            f"output {directory} holds another job ({_differences(job.get('identity'), identity)}); "
+            "choose another directory, or replace it with --fresh"
+        )
+    return _resume(directory, job)
+
+
+def _start(directory: Path, identity: dict[str, Any]) -> None:
+    """Clears the directory of a job's files. A crash midway leaves state "replaced", from which this starts over."""
+    _write_job(directory, "replaced", identity)
+    for name in _OWN_NAMES:
+        remove(directory / name)
+    _clear_work(directory / ".work")
+    sync_directory(directory)
+    _write_job(directory, "running", identity)
+
+
+def _resume(directory: Path, job: dict[str, Any]) -> State:
+    if job.get("state") != "finished":
+        return "resumed"
+    _remove_work(directory / ".work")  # the process died between its finished mark and this
+    return "finished"
+
+
+def _clear_work(work: Path) -> None:
+    for path in work.iterdir():
+        if path.name != "lock":
+            remove(path)
+
+
+def _remove_work(work: Path) -> None:
+    _clear_work(work)
+    remove(work / "lock")
+    if not any(work.iterdir()):  # else another process has come for the lock; it will find the job finished
+        work.rmdir()
+
+
+def _differences(there: Any, now: dict[str, Any]) -> str:
+    old, new = _flat(there if isinstance(there, dict) else {}), _flat(now)
+    names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    shown = [f"{name}: {_short(old.get(name))} there, {_short(new.get(name))} now" for name in names[:3]]
+    return "; ".join(shown) + (f"; {len(names) - 3} more differ" if len(names) > 3 else "")
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------
+
+
+def _acquire(work: Path) -> IO[bytes]:
+    """Takes the lock file, which the system releases when the process dies, however it does."""
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            file = open(work / "lock", "a+b")  # noqa: SIM115 - held until the checkpoint is closed
+        except FileNotFoundError:  # a finishing process has just removed the directory
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _locked(work, file) from None
+        if _is_current(file, work / "lock"):
+            _sign(file)
+            return file
+        file.close()
+
+
+def _is_current(file: IO[bytes], path: Path) -> bool:
+    """Whether the open file is still the one at `path`: its last holder may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sign(file: IO[bytes]) -> None:
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    file.flush()
+
+
+def _locked(work: Path, file: IO[bytes]) -> OutputError:
+    with file:
+        file.seek(0)
+        holder = file.read().decode(errors="replace") or "another process"
+    return OutputError(f"output {work.parent} is in use by {holder}; wait for it, or choose another directory")

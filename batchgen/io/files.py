@@ -1,0 +1,75 @@
+"""Writing files so that a crash leaves either the old state or the new one, never something between."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from batchgen.errors import OutputError
+
+_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def output_errors(path: Path) -> Iterator[None]:
+    """Turns a failed write below `path` (disk full, read-only, I/O error) into an OutputError of one line."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        code = getattr(error, "errno", None)
+        reason = os.strerror(code) if code else str(error).splitlines()[0]
+        remedy = "free some space" if code in _SPACE else "repair that"
+        place = getattr(error, "filename", None) or path
+        raise OutputError(f"cannot write {place}: {reason}; {remedy} and run the same command again") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], None], temporary: Path | None = None) -> None:
+    """Lets `write` fill a temporary file, makes it durable and renames it to `path`, which may exist.
+
+    `temporary` must be on the same file system; it is removed when writing fails. OSError passes through.
+    """
+    temporary = temporary or path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any, temporary: Path | None = None) -> None:
+    """Writes `value` as indented JSON, atomically."""
+    text = json.dumps(value, indent=2) + "\n"
+
+    def write(file: IO[bytes]) -> None:
+        file.write(text.encode())
+
+    write_atomically(path, write, temporary)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a whole directory; a symbolic link is removed, never followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

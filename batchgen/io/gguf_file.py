@@ -1,0 +1,292 @@
+"""Reads GGUF model files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), trusting nothing in them.
+
+The header is parsed here, over the memory map, for two reasons: every length has to be checked before it is used,
+and `gguf.GGUFReader` keeps several numpy objects per array item, which takes seconds for a vocabulary of 50,000
+tokens. Block sizes and dequantisation are the `gguf` package's.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from batchgen.errors import ModelError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4  # GGML_MAX_DIMS
+_MAX_HEADER_BYTES = 1 << 30
+_MAX_HEADER_ITEMS = 1 << 24  # keys, array items and tensors together: bounds memory, a hundred times a large vocabulary
+_MIN_PAIR_BYTES = 13  # key length, value type, a value of one byte
+_MIN_TENSOR_BYTES = 32  # name length, dimension count, one dimension, type, offset
+_DEQUANTIZE_BLOCKS = 256  # blocks in a row handed to gguf's dequantize; its loop over short rows is slow
+
+_SCALARS = {
+    GGUFValueType.UINT8: "<u1",
+    GGUFValueType.INT8: "<i1",
+    GGUFValueType.UINT16: "<u2",
+    GGUFValueType.INT16: "<i2",
+    GGUFValueType.UINT32: "<u4",
+    GGUFValueType.INT32: "<i4",
+    GGUFValueType.FLOAT32: "<f4",
+    GGUFValueType.BOOL: "<u1",
+    GGUFValueType.UINT64: "<u8",
+    GGUFValueType.INT64: "<i8",
+    GGUFValueType.FLOAT64: "<f8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the file. `shape` is in numpy order, slowest axis first: (out features, in features) for a linear.
+
+    `type_name` is ggml's ("F32", "Q4_1", ...); `offset` is the byte position in the file, `nbytes` the stored size.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    offset: int
+    nbytes: int
+
+    @property
+    def type(self) -> GGMLQuantizationType:
+        return GGMLQuantizationType[self.type_name]
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFFile:
+    """An open GGUF file: `metadata` as plain Python values, `tensors` by name, weights read from the memory map."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    _data: NDArray[np.uint8]
+
+    @classmethod
+    def open(cls, path: str | Path) -> "GGUFFile":
+        """Maps the file and checks its whole header, in time and memory bounded by the header's size.
+
+        Raises ModelError, naming the file and what is wrong with it, for anything that is not a sound GGUF file.
+        """
+        path = Path(path)
+        data = _map_file(path)
+        cursor = _Cursor(path, data[:_MAX_HEADER_BYTES])
+        tensor_count, pair_count = _read_preamble(cursor)
+        metadata = _read_metadata(cursor, pair_count)
+        tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata), len(data))
+        return cls(path, metadata, tensors, data)
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor, a read-only view of shape (*shape[:-1], bytes in a row)."""
+        info = self._info(name)
+        return self._data[info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], -1)
+
+    def dequantize(self, name: str) -> NDArray[np.float32]:
+        """The tensor as a new float32 array of its shape, equal to what `gguf.quants.dequantize` gives."""
+        info = self._info(name)
+        _, block_bytes = GGML_QUANT_SIZES[info.type]
+        blocks = info.nbytes // block_bytes
+        rows = self.raw(name).reshape(-1, gcd(blocks, _DEQUANTIZE_BLOCKS) * block_bytes)
+        try:
+            values = dequantize(np.asarray(rows), info.type)
+        except NotImplementedError:
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has type {info.type_name}, which cannot be read as float32"
+            ) from None
+        return np.array(values, dtype=np.float32, copy=None if values.flags.writeable else True).reshape(info.shape)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise ModelError(f"{self.path}: the model has no tensor {name!r}")
+        return self.tensors[name]
+
+
+class _Cursor:
+    """A position in the header; every read is checked against the bytes that are there."""
+
+    def __init__(self, path: Path, data: NDArray[np.uint8]):
+        self.path = path
+        self.position = 0
+        self._items_left = _MAX_HEADER_ITEMS
+        self._data = memoryview(data.data)
+
+    @property
+    def bytes_left(self) -> int:
+        return len(self._data) - self.position
+
+    def error(self, what: str) -> ModelError:
+        return ModelError(f"{self.path}: not a sound GGUF file: {what}")
+
+    def take(self, size: int, what: str) -> memoryview:
+        if size > self.bytes_left:
+            raise self.error(
+                f"{what} needs {size} bytes at offset {self.position}, but {self.bytes_left} are left (truncated?)"
+            )
+        start, self.position = self.position, self.position + size
+        return self._data[start : self.position]
+
+    def number(self, code: str, what: str) -> int:
+        value: int = struct.unpack("<" + code, self.take(struct.calcsize(code), what))[0]
+        return value
+
+    def count(self, what: str, item_bytes: int) -> int:
+        """A number of items of at least `item_bytes` each, which therefore must fit what is left."""
+        count = self.number("Q", f"the count of {what}")
+        if count * item_bytes > self.bytes_left or count > self._items_left:
+            raise self.error(f"{count} {what} cannot fit in the {self.bytes_left} bytes that are left of the header")
+        self._items_left -= count
+        return count
+
+    def text(self, what: str) -> str:
+        raw = self.take(self.number("Q", f"the length of {what}"), what)
+        try:
+            return str(raw, "utf-8")
+        except UnicodeDecodeError:
+            raise self.error(f"{what} is not UTF-8") from None
+
+
+def _map_file(path: Path) -> NDArray[np.uint8]:
+    try:
+        if not path.is_file():
+            raise ModelError(f"{path}: no such model file")
+        if path.stat().st_size == 0:
+            raise ModelError(f"{path}: not a GGUF file: it is empty")
+        return np.memmap(path, np.uint8, "r").view(np.ndarray)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
+    """Checks magic and version; returns the counts of tensors and of metadata pairs."""
+    if bytes(cursor.take(4, "the magic number")) != _MAGIC:
+        raise ModelError(f"{cursor.path}: not a GGUF file: it does not start with {_MAGIC.decode()}")
+    version = cursor.number("I", "the version")
+    if version not in _VERSIONS:
+        big_endian = " (a big-endian file)" if version & 0xFFFF == 0 else ""
+        raise ModelError(
+            f"{cursor.path}: GGUF version {version}{big_endian} is not supported, only 2 and 3, little-endian"
+        )
+    return cursor.count("tensors", _MIN_TENSOR_BYTES), cursor.count("metadata pairs", _MIN_PAIR_BYTES)
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for index in range(count):
+        key = cursor.text(f"metadata key {index}")
+        if key in metadata:
+            raise cursor.error(f"metadata key {key!r} occurs twice")
+        metadata[key] = _read_value(cursor, _value_type(cursor, key), key)
+    return metadata
+
+
+def _value_type(cursor: _Cursor, key: str) -> GGUFValueType:
+    number = cursor.number("I", f"the type of metadata {key!r}")
+    try:
+        return GGUFValueType(number)
+    except ValueError:
+        raise cursor.error(f"metadata {key!r} has unknown value type {number}") from None
+
+
+def _read_value(cursor: _Cursor, kind: GGUFValueType, key: str) -> Any:
+    if kind is GGUFValueType.STRING:
+        return cursor.text(f"metadata {key!r}")
+    if kind is GGUFValueType.ARRAY:
+        return _read_array(cursor, key)
+    return _read_scalars(cursor, kind, 1, key)[0]
+
+
+def _read_array(cursor: _Cursor, key: str) -> list[Any]:
+    kind = _value_type(cursor, key)
+    if kind is GGUFValueType.ARRAY:
+        raise cursor.error(f"metadata {key!r} is an array of arrays, which no model uses")
+    what = f"items of metadata {key!r}"
+    if kind is not GGUFValueType.STRING:
+        return _read_scalars(cursor, kind, cursor.count(what, np.dtype(_SCALARS[kind]).itemsize), key)
+    item = f"an item of metadata {key!r}"
+    return [cursor.text(item) for _ in range(cursor.count(what, 8))]
+
+
+def _read_scalars(cursor: _Cursor, kind: GGUFValueType, count: int, key: str) -> list[Any]:
+    dtype = np.dtype(_SCALARS[kind])
+    values = np.frombuffer(cursor.take(count * dtype.itemsize, f"metadata {key!r}"), dtype)
+    if kind is not GGUFValueType.BOOL:
+        return values.tolist()
+    if np.any(values > 1):
+        raise cursor.error(f"metadata {key!r} holds a boolean that is neither 0 nor 1")
+    return values.astype(bool).tolist()
+
+
+def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise cursor.error(f"general.alignment is {alignment!r}, not a power of two")
+    return alignment
+
+
+def _read_tensors(cursor: _Cursor, count: int, alignment: int, file_size: int) -> dict[str, TensorInfo]:
+    """Reads and checks every tensor's entry; offsets become positions in the file."""
+    entries = [_read_tensor(cursor, index) for index in range(count)]
+    base = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for place in map(partial(_place_tensor, cursor, alignment, base, file_size), entries):
+        if place.name in tensors:
+            raise cursor.error(f"tensor {place.name!r} occurs twice")
+        tensors[place.name] = place
+    _check_overlaps(cursor, tensors)
+    return tensors
+
+
+def _read_tensor(cursor: _Cursor, index: int) -> TensorInfo:
+    """One entry, its offset still relative to the data section."""
+    name = cursor.text(f"the name of tensor {index}")
+    what = f"the entry of tensor {name!r}"
+    dims = cursor.number("I", what)
+    if not 1 <= dims <= _MAX_DIMS:
+        raise cursor.error(f"tensor {name!r} has {dims} dimensions; 1 to {_MAX_DIMS} are possible")
+    shape = tuple(cursor.number("Q", what) for _ in range(dims))[::-1]
+    kind = _tensor_type(cursor, cursor.number("I", what), name)
+    return TensorInfo(name, shape, kind.name, cursor.number("Q", what), _tensor_bytes(cursor, name, shape, kind))
+
+
+def _tensor_type(cursor: _Cursor, number: int, name: str) -> GGMLQuantizationType:
+    try:
+        return GGMLQuantizationType(number)
+    except ValueError:
+        raise cursor.error(f"tensor {name!r} has type number {number}, which the gguf package does not know") from None
+
+
+def _tensor_bytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    if 0 in shape:
+        raise cursor.error(f"tensor {name!r} of shape {shape} is empty")
+    if shape[-1] % block_size:
+        raise cursor.error(
+            f"tensor {name!r}: rows of {shape[-1]} values are no multiple of {kind.name}'s block of {block_size}"
+        )
+    return prod(shape) // block_size * block_bytes
+
+
+def _place_tensor(cursor: _Cursor, alignment: int, base: int, file_size: int, entry: TensorInfo) -> TensorInfo:
+    if entry.offset % alignment:
+        raise cursor.error(f"tensor {entry.name!r} starts at {entry.offset}, which is not aligned to {alignment}")
+    start, end = base + entry.offset, base + entry.offset + entry.nbytes
+    if end > file_size:
+        raise cursor.error(f"tensor {entry.name!r} ends at byte {end}, but the file has {file_size} (truncated?)")
+    return TensorInfo(entry.name, entry.shape, entry.type_name, start, entry.nbytes)
+
+
+def _check_overlaps(cursor: _Cursor, tensors: dict[str, TensorInfo]) -> None:
+    ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
+    for before, after in pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            raise cursor.error(f"tensors {before.name!r} and {after.name!r} overlap")

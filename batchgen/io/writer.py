@@ -1,0 +1,168 @@
+"""Collects what the engine makes and commits it in parts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from batchgen.engine.types import RequestOutput, StepRecord
+from batchgen.io.checkpoint import Checkpoint
+from batchgen.io.schemas import RESULTS, STEPS, TIMINGS
+
+_NS = 1e9
+
+
+class JobWriter:
+    """Buffers outputs and step records and commits them as parts of the checkpoint.
+
+    A part is due when `part_rows` outputs are waiting, or `part_seconds` after the last one. `clock` gives
+    nanoseconds on the engine's monotonic clock; `started_ns` is when this process began the job (default: now).
+    Engine steps count from 0 in every process; steps and times are written so that they go on from earlier runs of
+    the same job. With `timings` false no row per token is written. Failed writes raise OutputError; committed parts
+    are then as they were, and what was buffered stays buffered.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        part_rows: int,
+        part_seconds: float,
+        timings: bool,
+        clock: Callable[[], int],
+        started_ns: int | None = None,
+    ):
+        self._checkpoint = checkpoint
+        self._part_rows = part_rows
+        self._part_ns = part_seconds * _NS
+        self._timings = timings
+        self._clock = clock
+        self._flushed_ns = clock()
+        self._shift_ns = checkpoint.elapsed_ns - (self._flushed_ns if started_ns is None else started_ns)
+        self._first_step = checkpoint.next_step
+        self._outputs: list[RequestOutput] = []
+        self._steps: list[StepRecord] = []
+
+    def add(self, outputs: Sequence[RequestOutput]) -> None:
+        self._outputs.extend(outputs)
+
+    def add_step(self, record: StepRecord) -> None:
+        self._steps.append(record)
+
+    def maybe_flush(self) -> bool:
+        """Commits a part if one is due; returns whether it did."""
+        due = len(self._outputs) >= self._part_rows or self._clock() - self._flushed_ns >= self._part_ns
+        return due and self.flush()
+
+    def flush(self) -> bool:
+        """Commits everything that is buffered; returns whether there was anything."""
+        self._flushed_ns = self._clock()
+        if not self._outputs and not self._steps:
+            return False
+        timings = timings_table(self._outputs, self._first_step, self._shift_ns)
+        steps = steps_table(self._steps, self._first_step, self._shift_ns)
+        tables = {"results": results_table(self._outputs), "steps": steps}
+        if self._timings:
+            tables["timings"] = timings
+        end_step, end_ns = _end(timings, steps)
+        self._checkpoint.commit(tables, end_step=end_step, end_ns=end_ns, totals=_totals(self._outputs, self._steps))
+        self._outputs, self._steps = [], []
+        return True
+
+
+def results_table(outputs: Sequence[RequestOutput]) -> pa.Table:
+    """One row per output, schema `RESULTS`. Seconds are null for an output that was never scheduled."""
+    scheduled = _numbers(outputs, "scheduled_ns", np.int64)
+    first_token = _numbers(outputs, "first_token_ns", np.int64)
+    finished = _numbers(outputs, "finished_ns", np.int64)
+    first_token = np.where(first_token == 0, finished, first_token)  # nothing was generated
+    columns = {
+        **{
+            name: _numbers(outputs, name, np.int32)
+            for name in ("sample_index", "num_prompt_tokens", "num_cached_tokens")
+        },
+        **{name: [getattr(output, name) for output in outputs] for name in ("text", "finish_reason", "stop_reason")},
+        "row_index": _numbers(outputs, "row_index", np.int64),
+        "token_ids": _token_lists(outputs),
+        "num_generated_tokens": _lengths(outputs).astype(np.int32),
+        "cumulative_logprob": _numbers(outputs, "cumulative_logprob", np.float64),
+        "error": [output.error and {"code": output.error.code, "message": output.error.message} for output in outputs],
+        "queued_s": _seconds(_numbers(outputs, "arrived_ns", np.int64), scheduled, scheduled > 0),
+        "prefill_s": _seconds(scheduled, first_token, scheduled > 0),
+        "decode_s": _seconds(first_token, finished, scheduled > 0),
+    }
+    return pa.table([pa.array(columns[field.name], field.type) for field in RESULTS], schema=RESULTS)
+
+
+def timings_table(outputs: Sequence[RequestOutput], first_step: int, shift_ns: int) -> pa.Table:
+    """One row per generated token, schema `TIMINGS`; built from whole arrays, never token by token."""
+    lengths = _lengths(outputs)
+    token_index = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    phase = pa.DictionaryArray.from_arrays((token_index > 0).astype(np.int8), ["prefill", "decode"])
+    columns = [
+        np.repeat(_numbers(outputs, "row_index", np.int64), lengths),
+        np.repeat(_numbers(outputs, "sample_index", np.int32), lengths),
+        token_index.astype(np.int32),
+        _joined(outputs, "token_ids", np.int32),
+        _joined(outputs, "token_steps", np.int32) + np.int32(first_step),
+        _joined(outputs, "token_times", np.int64) + shift_ns,
+        phase,
+        _joined(outputs, "logprobs", np.float32),
+    ]
+    return pa.table([pa.array(column) for column in columns], schema=TIMINGS)
+
+
+def steps_table(records: Sequence[StepRecord], first_step: int, shift_ns: int) -> pa.Table:
+    """One row per engine step, schema `STEPS`."""
+    moved = [replace(record, step=record.step + first_step, start_ns=record.start_ns + shift_ns) for record in records]
+    flat = np.fromiter(chain.from_iterable(map(astuple, moved)), np.int64, len(moved) * len(STEPS))
+    return pa.table(list(flat.reshape(-1, len(STEPS)).T.copy()), schema=STEPS)
+
+
+def _numbers(outputs: Sequence[RequestOutput], name: str, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.fromiter((getattr(output, name) for output in outputs), dtype, len(outputs))
+
+
+def _lengths(outputs: Sequence[RequestOutput]) -> NDArray[np.int64]:
+    return np.fromiter((len(output.token_ids) for output in outputs), np.int64, len(outputs))
+
+
+def _joined(outputs: Sequence[RequestOutput], name: str, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(getattr(output, name) for output in outputs)], dtype=dtype)
+
+
+def _token_lists(outputs: Sequence[RequestOutput]) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum(_lengths(outputs))]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, _joined(outputs, "token_ids", np.int32))
+
+
+def _seconds(start: NDArray[np.int64], end: NDArray[np.int64], known: NDArray[np.bool_]) -> pa.Array:
+    return pa.array((end - start) / _NS, mask=~known)
+
+
+def _end(timings: pa.Table, steps: pa.Table) -> tuple[int, int]:
+    """The first step number and the first nanosecond behind everything in the part."""
+    times, numbers = timings["t_ns"].to_numpy(), timings["step"].to_numpy()
+    step_ends = steps["start_ns"].to_numpy() + steps["duration_ns"].to_numpy()
+    end_ns = np.concatenate([[-1], times, step_ends]).max() + 1
+    end_step = np.concatenate([[-1], numbers, steps["step"].to_numpy()]).max() + 1
+    return int(end_step), int(end_ns)
+
+
+def _totals(outputs: Sequence[RequestOutput], steps: Sequence[StepRecord]) -> dict[str, int]:
+    """Countable things of a part; rows and prompts are counted at their first sample."""
+    first = [output for output in outputs if output.sample_index == 0]
+    return {
+        "rows": len(first),
+        "failed_rows": sum(output.finish_reason == "error" for output in first),
+        "results": len(outputs),
+        "prompt_tokens": sum(output.num_prompt_tokens for output in first),
+        "generated_tokens": sum(len(output.token_ids) for output in outputs),
+        "computed_prompt_tokens": sum(record.num_prefill_tokens for record in steps),
+        "steps": len(steps),
+        "step_ns": sum(record.duration_ns for record in steps),
+    }

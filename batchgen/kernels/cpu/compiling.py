@@ -1,0 +1,39 @@
+"""Compiled kernels on disk, in the user's cache directory (BATCHGEN_CACHE_DIR names another).
+
+Numba keys its cache by processor and by the file of the entry function alone, so the folder's name carries a hash of
+all kernel sources: after an edit anywhere nothing stale is found.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import platformdirs
+
+
+def cache_directory() -> Path:
+    """Where this version of the kernels is kept once compiled."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    root = os.environ.get("BATCHGEN_CACHE_DIR") or platformdirs.user_cache_dir("batchgen")
+    return Path(root) / "kernels" / digest.hexdigest()[:16]
+
+
+def is_compiled() -> bool:
+    """Whether kernels have been compiled here before (then the first step starts at once)."""
+    return any(cache_directory().rglob("program.run-*.nbc"))
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """`numba.njit` without the interpreter lock, kept on disk. For the functions that Python calls."""
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = before or str(cache_directory())
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    finally:
+        config.CACHE_DIR = before

@@ -1,0 +1,221 @@
+"""A model source into something that runs: file, configuration, tokenizer, kernel, weights."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from batchgen.errors import ModelError, SpecError
+from batchgen.io.gguf_file import GGUFFile
+from batchgen.io.model_source import file_sha256, resolve_source
+from batchgen.kernels.base import Backend, ModelShape, StepLimits
+from batchgen.models.config import ModelConfig
+from batchgen.models.decoder import forward
+from batchgen.models.weights import load_llama
+from batchgen.spec import EngineSpec, ModelSpec
+from batchgen.text.chat_template import ChatTemplate
+from batchgen.text.tokenizer import Tokenizer
+
+AUTO_MEMORY_SHARE = 0.5
+"""Of the memory that is available when the job starts, the most that `kv_memory: auto` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """An opened model, its weights still on disk."""
+
+    file: GGUFFile
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        info = self.file.tensors.get(name)
+        return None if info is None else info.shape
+
+    def dequantize(self, name: str) -> NDArray[np.float32]:
+        return self.file.dequantize(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What decides the bits of a result beside the model: kernel, weight type, KV type (all resolved)."""
+
+    kernel: str
+    weights: str
+    kv_dtype: str
+
+
+def locate_model(spec: ModelSpec, on_message: Callable[[str], None]) -> tuple[Path, str]:
+    """The model's file (fetched if need be) and its SHA-256."""
+    path = resolve_source(spec.source, spec.sha256, on_message=on_message)
+    return path, spec.sha256 or file_sha256(path)
+
+
+def open_model(path: Path, pre_tokenizer: str | None = None) -> ModelFile:
+    """Read the header: configuration, vocabulary, chat template. ModelError names the file."""
+    file = GGUFFile.open(path)
+    try:
+        config = ModelConfig.from_gguf(file.metadata)
+        tokenizer = Tokenizer.from_gguf(file.metadata, pre_tokenizer)
+        template = tokenizer.chat_template
+        chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token) if template else None
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+    return ModelFile(file, config, tokenizer, chat)
+
+
+def resolve_numerics(model: ModelSpec, engine: EngineSpec) -> Numerics:
+    """Replace every "auto" by what this processor does best; SpecError for what it cannot do."""
+    from batchgen.kernels.cpu.features import available_kernels
+
+    able = available_kernels()
+    kernel: str = engine.kernel
+    if kernel == "auto":
+        kernel = "portable" if model.weights == "fp32" else able[0]
+    if kernel not in (*able, "reference"):
+        raise SpecError(f"engine.kernel: '{kernel}' does not run on this processor; it has {', '.join(able)}")
+    narrow = kernel in ("amx_bf16", "avx512_bf16")
+    if narrow and model.weights == "fp32":
+        raise SpecError(f"model.weights: kernel '{kernel}' works on bf16; for fp32 set engine.kernel: portable")
+    weights = ("bf16" if narrow else "fp32") if model.weights == "auto" else model.weights
+    kv_dtype = ("bf16" if narrow else "fp32") if engine.kv_dtype == "auto" else engine.kv_dtype
+    if kernel == "reference" and kv_dtype != "fp32":
+        raise SpecError("engine.kv_dtype: the reference kernel keeps fp32 only")
+    return Numerics(kernel, weights, kv_dtype)
+
+
+def make_backend(numerics: Numerics, threads: int) -> Backend:
+    """A backend without weights."""
+    if numerics.kernel == "reference":
+        from batchgen.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend(numerics.weights)
+    from batchgen.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(numerics.kernel, numerics.weights, numerics.kv_dtype, threads)
+
+
+def thread_count(engine: EngineSpec) -> int:
+    """`engine.threads`, or one per processor that this process may use."""
+    if isinstance(engine.threads, int):
+        return engine.threads
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def kv_pages(spec: EngineSpec, page_bytes: int, pages_wanted: int, longest: int) -> int:
+    """Pages of the KV cache: those of `kv_memory`; for auto what the plan wants, within a share of free memory.
+
+    `pages_wanted` for the plan at full speed, `longest` for its longest row alone.
+    """
+    budget = spec.kv_memory_bytes
+    if budget is None:
+        limit = int(psutil.virtual_memory().available * AUTO_MEMORY_SHARE) // page_bytes
+        return max(1, min(pages_wanted, limit), min(longest, limit))
+    if budget < page_bytes:
+        raise SpecError(f"engine.kv_memory: {budget} bytes is less than one page of this model, {page_bytes} bytes")
+    return min(budget // page_bytes, max(pages_wanted, longest, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A backend ready to step, and the seconds it took to load weights and to compile (or load) kernels."""
+
+    backend: Backend
+    load_seconds: float
+    compile_seconds: float
+
+
+def load_model(
+    model: ModelFile, backend: Backend, limits: StepLimits, on_message: Callable[[str], None]
+) -> LoadedModel:
+    """Pack the weights, allocate the KV cache, compile the kernels."""
+    start = time.perf_counter()
+    weights = load_llama(model, model.config, backend)
+    config = model.config
+    backend.build(lambda ops: forward(ops, config, weights), config.shape, limits, config.rope_table())
+    loaded = time.perf_counter()
+    compile_kernels(backend, on_message)
+    return LoadedModel(backend, loaded - start, time.perf_counter() - loaded)
+
+
+def compile_kernels(backend: Backend, on_message: Callable[[str], None]) -> None:
+    """Make a built backend ready for its first step, with a word when that takes long."""
+    if backend.kernel != "reference":
+        from batchgen.kernels.cpu.compiling import is_compiled
+
+        if not is_compiled():
+            on_message("compiling kernels for this processor (once; about half a minute)")
+    backend.warm_up()
+
+
+def compile_all(numerics: Numerics, on_message: Callable[[str], None]) -> None:
+    """Compile the kernels without a model, on a tiny one made up here."""
+    backend = make_backend(numerics, 1)
+    shape = ModelShape(32, 32, 1, 2, 1, 16, 64, 32)
+    config = ModelConfig("llama", "tiny", shape, 1e-5, 10000.0)
+    weights = load_llama(_Zeros(shape), config, backend)
+    limits = StepLimits(max_tokens=32, max_seqs=1, num_pages=1, page_size=32)
+    backend.build(lambda ops: forward(ops, config, weights), shape, limits, config.rope_table())
+    compile_kernels(backend, on_message)
+    backend.close()
+
+
+class _Zeros:
+    """A model file whose weights are all zero."""
+
+    def __init__(self, shape: ModelShape):
+        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        hidden, ffn = shape.hidden_size, shape.intermediate_size
+        self._shapes: dict[str, tuple[int, ...]] = {
+            "token_embd.weight": (shape.vocab_size, hidden),
+            "output_norm.weight": (hidden,),
+            "blk.0.attn_norm.weight": (hidden,),
+            "blk.0.ffn_norm.weight": (hidden,),
+            "blk.0.attn_q.weight": (q, hidden),
+            "blk.0.attn_k.weight": (kv, hidden),
+            "blk.0.attn_v.weight": (kv, hidden),
+            "blk.0.attn_output.weight": (hidden, q),
+            "blk.0.ffn_gate.weight": (ffn, hidden),
+            "blk.0.ffn_up.weight": (ffn, hidden),
+            "blk.0.ffn_down.weight": (hidden, ffn),
+        }
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name)
+
+    def dequantize(self, name: str) -> NDArray[np.float32]:
+        return np.zeros(self._shapes[name], np.float32)
+
+
+def describe_model(source: str, path: Path, model: ModelFile) -> dict[str, Any]:
+    """What `batchgen models show` prints."""
+    shape, types = model.config.shape, sorted({t.type_name for t in model.file.tensors.values()})
+    return {
+        "name": model.config.name,
+        "architecture": model.config.architecture,
+        "file": str(path),
+        "file_bytes": path.stat().st_size,
+        "parameters": sum(int(np.prod(t.shape)) for t in model.file.tensors.values()),
+        "tensor_types": ", ".join(types),
+        "context_length": shape.context_length,
+        "vocab_size": shape.vocab_size,
+        "layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "heads": shape.num_heads,
+        "key_value_heads": shape.num_kv_heads,
+        "head_size": shape.head_dim,
+        "rope_theta": model.config.rope_theta,
+        "tied_output": "output.weight" not in model.file.tensors,
+        "bos_token": model.tokenizer.bos_token,
+        "end_tokens": ", ".join(model.tokenizer.token_text(i) for i in sorted(model.tokenizer.eos_token_ids)),
+        "adds_bos": model.tokenizer.add_bos,
+        "chat_template": model.tokenizer.chat_template,
+    }

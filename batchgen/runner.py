@@ -1,0 +1,386 @@
+"""A job from its spec to its results: the loop over the one-way path, and going on after an interruption."""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen import __version__
+from batchgen.engine.engine import Engine, EngineLimits
+from batchgen.engine.planner import Admission, PrefixPlan, make_requests, pages_at_once, plan_prefixes
+from batchgen.engine.types import Request, RequestOutput, RowFailure
+from batchgen.io.checkpoint import Checkpoint, read_job
+from batchgen.io.deliver import Expected, check_columns, deliver
+from batchgen.io.table import InputTable, open_table
+from batchgen.io.writer import JobWriter
+from batchgen.kernels.base import Backend, StepLimits
+from batchgen.loading import (
+    LoadedModel,
+    ModelFile,
+    Numerics,
+    compile_all,
+    describe_model,
+    kv_pages,
+    load_model,
+    locate_model,
+    make_backend,
+    open_model,
+    resolve_numerics,
+    thread_count,
+)
+from batchgen.progress import Progress, ProgressListener
+from batchgen.prompts import JobPrompts, PromptReader
+from batchgen.spec import EngineSpec, JobSpec, ModelSpec
+
+PROGRESS_NS = 200_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """How a run of a job ended. `totals` as in job.json."""
+
+    rows: int
+    failed_rows: int
+    totals: dict[str, Any]
+    output_dir: Path
+    interrupted: bool = False
+    already_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What a job will compute. Tokens and pages are counts; `failing_rows` are (row_index, why)."""
+
+    rows: int
+    samples: int
+    failing_rows: list[tuple[int, RowFailure]]
+    prompt_tokens: int
+    distinct_prompt_tokens: int
+    duplicate_rows: int
+    max_new_tokens: int
+    kv_bytes_needed: int
+    kv_pages_needed: int
+    longest_prompt: int
+    context_length: int
+    bos_doubled: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedJob:
+    """Everything that is known before weights are loaded."""
+
+    spec: JobSpec
+    model: ModelFile
+    numerics: Numerics
+    backend: Backend
+    prompts: JobPrompts
+    plan: PrefixPlan
+    new_tokens: NDArray[np.int64]  # most generated tokens of each prompt, in plan order
+    num_pages: int
+    pages_wanted: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.backend.page_bytes(self.model.config.shape, self.spec.engine.page_size)
+
+
+def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Callable[[], bool]) -> JobSummary:
+    """Run a job, or what is left of it. `stop` is asked after every step; what is finished by then is kept."""
+    started = time.perf_counter()
+    table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
+    check_columns(table.schema, spec.output.columns, spec.output.prefix)
+    numerics = resolve_numerics(spec.model, spec.engine)
+    path, sha256 = locate_model(spec.model, progress.message)
+    identity = _identity(spec, table, sha256, numerics)
+    with Checkpoint.open(spec.output.path, identity, fresh=fresh) as checkpoint:
+        if checkpoint.state == "finished":
+            return _finished_summary(spec, checkpoint)
+        if checkpoint.state == "resumed":
+            progress.message(f"resuming: {checkpoint.totals.get('rows', 0):,} rows are done")
+        model = open_model(path, spec.model.pre_tokenizer)
+        job = prepare(spec, table, model, numerics)
+        loaded = load_model(model, job.backend, _step_limits(job), progress.message)
+        try:
+            return _Run(job, loaded, table, checkpoint, progress, started).run(stop)
+        finally:
+            job.backend.close()
+
+
+def plan_job(spec: JobSpec) -> JobPlan:
+    """What a job will compute, from the table and the model's header alone."""
+    table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
+    check_columns(table.schema, spec.output.columns, spec.output.prefix)
+    path, _ = locate_model(spec.model, lambda text: None)
+    model = open_model(path, spec.model.pre_tokenizer)
+    job = prepare(spec, table, model, resolve_numerics(spec.model, spec.engine))
+    job.backend.close()
+    return JobPlan(
+        rows=len(job.prompts.row_index),
+        samples=int(job.prompts.samples.sum()),
+        failing_rows=[(row, failure) for row, _, failure in job.prompts.failures],
+        prompt_tokens=job.plan.prompt_tokens,
+        distinct_prompt_tokens=job.plan.distinct_tokens,
+        duplicate_rows=int(job.plan.repeats.sum()),
+        max_new_tokens=int(job.new_tokens.sum()),
+        kv_bytes_needed=job.pages_wanted * job.page_bytes,
+        kv_pages_needed=job.pages_wanted,
+        longest_prompt=int(job.plan.lengths.max(initial=0)),
+        context_length=model.config.shape.context_length,
+        bos_doubled=job.prompts.doubled_bos,
+    )
+
+
+def show_model(source: str) -> dict[str, Any]:
+    """What is known of a model."""
+    path, _ = locate_model(ModelSpec(source=source), lambda text: None)
+    return describe_model(source, path, open_model(path))
+
+
+def warmup(progress: ProgressListener) -> float:
+    """Compile the kernels for this processor; seconds taken."""
+    start = time.perf_counter()
+    compile_all(resolve_numerics(ModelSpec(source="none"), EngineSpec()), progress.message)
+    return time.perf_counter() - start
+
+
+def prepare(spec: JobSpec, table: InputTable, model: ModelFile, numerics: Numerics) -> PreparedJob:
+    """Read, render and encode all rows, and plan them."""
+    backend = make_backend(numerics, thread_count(spec.engine))
+    shape, engine = model.config.shape, spec.engine
+    page_bytes = backend.page_bytes(shape, engine.page_size)
+    budget = spec.engine.kv_memory_bytes
+    most_pages = kv_pages(engine, page_bytes, 2**40, 2**40) if budget else 2**40
+    admission = Admission(shape.context_length, shape.vocab_size, most_pages * engine.page_size)
+    prompts = PromptReader(spec, model.tokenizer, model.chat).read(table, admission.refusal)
+    plan = plan_prefixes(prompts.table)
+    rooms = [
+        wish.n * admission.room(int(length), wish.params)
+        for wish, length in zip(prompts.wishes, prompts.table.lengths, strict=True)
+    ]
+    new_tokens = np.array(rooms, np.int64)[plan.order]
+    wanted = pages_at_once(plan, new_tokens, engine.page_size, engine.max_num_seqs)
+    longest = int((-(-(plan.lengths + new_tokens) // engine.page_size)).max(initial=1))
+    pages = kv_pages(engine, page_bytes, wanted, longest)
+    return PreparedJob(spec, model, numerics, backend, prompts, plan, new_tokens, pages, wanted)
+
+
+def _identity(spec: JobSpec, table: InputTable, sha256: str, numerics: Numerics) -> dict[str, Any]:
+    """What must be equal for two runs to be the same job."""
+    return {
+        "spec": spec.result_hash(),
+        "input": table.fingerprint(),
+        "model": sha256,
+        "kernel": numerics.kernel,
+        "weights": numerics.weights,
+        "kv_dtype": numerics.kv_dtype,
+    }
+
+
+def _step_limits(job: PreparedJob) -> StepLimits:
+    engine = job.spec.engine
+    return StepLimits(engine.max_batch_tokens, engine.max_num_seqs, job.num_pages, engine.page_size)
+
+
+def _finished_summary(spec: JobSpec, checkpoint: Checkpoint) -> JobSummary:
+    totals = (read_job(checkpoint.directory) or {}).get("totals", {})
+    rows, failed = totals.get("rows", 0), totals.get("failed_rows", 0)
+    return JobSummary(rows, failed, totals, Path(spec.output.path), already_done=True)
+
+
+class _Run:
+    """The loop of one process over one job."""
+
+    def __init__(
+        self,
+        job: PreparedJob,
+        loaded: LoadedModel,
+        table: InputTable,
+        checkpoint: Checkpoint,
+        progress: ProgressListener,
+        started: float,
+    ):
+        self._job, self._loaded, self._table, self._checkpoint = job, loaded, table, checkpoint
+        self._progress, self._started = progress, started
+        engine, shape = job.spec.engine, job.model.config.shape
+        self._engine = Engine(
+            job.backend,
+            job.model.tokenizer,
+            EngineLimits(
+                max_batch_tokens=engine.max_batch_tokens,
+                max_num_seqs=engine.max_num_seqs,
+                num_pages=job.num_pages,
+                page_size=engine.page_size,
+                context_length=shape.context_length,
+                vocab_size=shape.vocab_size,
+                prefix_sharing=engine.prefix_sharing,
+            ),
+        )
+        output = job.spec.output
+        self._generating = time.monotonic_ns()
+        self._writer = JobWriter(
+            checkpoint,
+            part_rows=output.part_rows,
+            part_seconds=output.part_seconds,
+            timings=output.timings == "token",
+            clock=time.monotonic_ns,
+            started_ns=self._generating,
+        )
+        self._before = dict(checkpoint.totals)
+        self._computed = self._rows = self._failed = 0
+        self._shown = 0
+
+    def run(self, stop: Callable[[], bool]) -> JobSummary:
+        self._write(self._failed_rows())
+        interrupted = self._generate(stop)
+        self._writer.flush()
+        generated = time.monotonic_ns()
+        if not interrupted:
+            self._deliver(generated)
+        totals = self._totals(generated)
+        rows, failed = totals["rows"], totals["failed_rows"]
+        return JobSummary(rows, failed, totals, self._checkpoint.directory, interrupted)
+
+    def _generate(self, stop: Callable[[], bool]) -> bool:
+        """Step until nothing is left; True when stopped before."""
+        requests = self._requests()
+        self._feed(requests)
+        wrote = 0
+        while self._engine.has_work:
+            if stop():
+                return True
+            outputs, record = self._engine.step()
+            self._feed(requests)
+            if record is not None:
+                begin, duration = record.start_ns - wrote, record.duration_ns + wrote
+                self._computed += record.num_prefill_tokens
+                self._writer.add_step(replace(record, start_ns=begin, duration_ns=duration, write_ns=wrote))
+            before = time.monotonic_ns()
+            self._write(outputs)
+            wrote = time.monotonic_ns() - before
+        return False
+
+    def _feed(self, requests: Iterator[Request]) -> None:
+        """Keep as many requests waiting as could start in a step."""
+        while self._engine.scheduler.num_waiting < self._job.spec.engine.max_num_seqs:
+            request = next(requests, None)
+            if request is None:
+                return
+            self._engine.submit(request)
+
+    def _requests(self) -> Iterator[Request]:
+        """The plan's requests without the answers that are there already."""
+        wishes, prompts = self._job.prompts.wishes, self._job.prompts.table
+        sharing = self._job.spec.engine.prefix_sharing
+        for request in make_requests(prompts, self._job.plan, wishes.__getitem__, sharing=sharing):
+            samples = [(s, tuple(t for t in s.targets if not self._is_done(*t))) for s in request.samples]
+            left = tuple(replace(sample, targets=targets) for sample, targets in samples if targets)
+            if left:
+                yield Request(request.prompt_token_ids, left)
+
+    def _is_done(self, row: int, sample: int) -> bool:
+        return bool(self._checkpoint.is_done(np.array([row]), np.array([sample]))[0])
+
+    def _failed_rows(self) -> list[RequestOutput]:
+        return [
+            RequestOutput(row, sample, "error", error=failure)
+            for row, number, failure in self._job.prompts.failures
+            for sample in range(number)
+            if not self._is_done(row, sample)
+        ]
+
+    def _write(self, outputs: list[RequestOutput]) -> None:
+        self._writer.add(outputs)
+        self._writer.maybe_flush()
+        first = [output for output in outputs if output.sample_index == 0]
+        self._rows += len(first)
+        self._failed += sum(output.error is not None for output in first)
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._shown < PROGRESS_NS:
+            return
+        self._shown = now
+        before, scheduler, blocks = self._before.get, self._engine.scheduler, self._engine.blocks
+        shared_before = before("prompt_tokens", 0) - before("computed_prompt_tokens", 0)
+        self._progress.update(
+            Progress(
+                rows_done=before("rows", 0) + self._rows,
+                rows_total=len(self._job.prompts.row_index),
+                failed_rows=before("failed_rows", 0) + self._failed,
+                prompt_tokens_done=before("prompt_tokens", 0) + self._computed + scheduler.cached_prompt_tokens,
+                generated_tokens=before("generated_tokens", 0) + scheduler.generated_tokens,
+                saved_prompt_tokens=max(0, shared_before) + scheduler.cached_prompt_tokens,
+                kv_pages_used=blocks.num_used,
+                kv_pages_total=blocks.num_pages,
+                elapsed_s=time.perf_counter() - self._started,
+                phase="generating",
+            )
+        )
+
+    def _deliver(self, generated: int) -> None:
+        output, prompts = self._job.spec.output, self._job.prompts
+        deliver(
+            self._checkpoint,
+            self._table,
+            expected=Expected(prompts.row_index, prompts.samples),
+            columns=output.columns,
+            prefix=output.prefix,
+            part_rows=output.part_rows,
+            timings=output.timings == "token",
+        )
+        self._checkpoint.finish(self._job_record(generated))
+
+    def _totals(self, generated: int) -> dict[str, Any]:
+        """Counts over all runs of the job; seconds of this one."""
+        counts = self._checkpoint.totals
+        return {name: counts.get(name, 0) for name in TOTAL_COUNTS} | {
+            "load_seconds": round(self._loaded.load_seconds, 3),
+            "compile_seconds": round(self._loaded.compile_seconds, 3),
+            "generate_seconds": round((generated - self._generating) / 1e9, 3),
+            "wall_seconds": round(time.perf_counter() - self._started, 3),
+        }
+
+    def _job_record(self, generated: int) -> dict[str, Any]:
+        job = self._job
+        return {
+            "spec": job.spec.model_dump(mode="json"),
+            "model": {"name": job.model.config.name, "tokenizer": job.model.tokenizer.fingerprint},
+            "versions": _versions(),
+            "cpu": _cpu(),
+            "plan": {
+                "prompt_tokens": job.plan.prompt_tokens,
+                "distinct_prompt_tokens": job.plan.distinct_tokens,
+                "kv_pages": job.num_pages,
+            },
+            "preemptions": self._engine.scheduler.preemptions,
+            "totals": self._totals(generated),
+        }
+
+
+TOTAL_COUNTS = ("rows", "failed_rows", "prompt_tokens", "computed_prompt_tokens", "generated_tokens")
+
+
+def _versions() -> dict[str, str]:
+    import numba
+    import pyarrow
+
+    return {
+        "batchgen": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "pyarrow": pyarrow.__version__,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    from batchgen.kernels.cpu.features import cpu_features
+
+    return {"machine": platform.machine(), "count": os.cpu_count(), "features": sorted(cpu_features())}

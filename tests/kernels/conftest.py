@@ -1,0 +1,41 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+from kernel_programs import VARIANTS, Variant
+from tiny_model import make_backend
+
+from batchgen.kernels.base import Backend
+from batchgen.kernels.cpu.features import available_kernels
+
+
+def require(kernel: str) -> None:
+    if kernel not in available_kernels():
+        pytest.skip(f"this processor has no {kernel}")
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """Every combination of GEMM kernel, weight type and KV type that this processor runs."""
+    require(request.param.kernel)
+    return request.param
+
+
+@pytest.fixture(params=[v for v in VARIANTS if v.kv == "fp32"], ids=str)
+def gemm_variant(request: pytest.FixtureRequest) -> Variant:
+    """Every combination of GEMM kernel and weight type."""
+    require(request.param.kernel)
+    return request.param
+
+
+@pytest.fixture
+def open_backend() -> Iterator[Callable[..., Backend]]:
+    """`make_backend` whose backends are closed after the test."""
+    opened: list[Backend] = []
+
+    def open_one(kernel: str, weights: str = "fp32", kv: str = "fp32", threads: int = 1) -> Backend:
+        opened.append(make_backend(kernel, weights, kv, threads))
+        return opened[-1]
+
+    yield open_one
+    for backend in opened:
+        backend.close()
