@@ -237,10 +237,9 @@ class CpuBackend:
         for name, value in values.items():
             self._models[name] = value
         self._keep("kv", limits.num_pages * self.page_bytes(shape, limits.page_size) // 4, np.float32)
-        rows = shape.num_heads * self._tokens
-        self._keep("q", (rows + 16) * dim, np.uint16 if self._kv_amx else np.float32)
-        self._keep("acc", rows * dim, np.float32)
-        self._keep("softmax", rows * 2, np.float32)
+        self._keep("q", (shape.num_heads * self._tokens + 16) * dim, np.uint16 if self._kv_amx else np.float32)
+        self._models["state_items"] = items = self._rows * group // 16 + self._rows
+        self._keep("state", shape.num_kv_heads * items * 16 * (dim + 2), np.float32)
         for name, table in zip(("cos", "sin"), rope, strict=True):
             self._keep(name, table.size, np.float32)[:] = table.reshape(-1)
         groups = -(-pad(shape.vocab_size) // (32 * program.HEAD_PAIRS))
@@ -248,7 +247,7 @@ class CpuBackend:
         self._keep("barrier", 8, np.int64)
         self._kept.append(config := tiles.tile_config())
         self._models["tile_config"] = config.ctypes.data
-        scratch = pad(dim * 64 + 2048 + 2048 + 16 * 8 + 4096, ALIGNMENT)
+        scratch = pad(max(dim * 96 + 4096 + 512, 4096 * program.HEAD_PAIRS), ALIGNMENT)
         self._models["scratch_bytes"] = scratch
         self._keep("scratch", scratch * self._crew.size, np.uint8)
 

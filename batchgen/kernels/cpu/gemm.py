@@ -34,6 +34,7 @@ from batchgen.kernels.cpu.simd import (
     int_constant,
     intrinsic,
     pointer,
+    prefetch,
     splat,
 )
 
@@ -46,18 +47,29 @@ ROW_GROUP, COLUMN_PANELS = (8, 2) if HAS_AVX512 else (4, 1)
 
 
 @njit(nogil=True)
-def block_amx(a, b, k_tiles, two, c):
-    """C block on tile registers: rows of `a` (two tiles when `two`), the two panels at `b`."""
+def prefetch_kilobyte(address):
+    for line in range(0, 1024, 64):
+        prefetch(address + line)
+
+
+@njit(nogil=True)
+def block_amx(a, b, k_tiles, two, c, ahead):
+    """C block on tile registers: rows of `a` (two tiles when `two`), the two panels at `b`.
+
+    Along the way it prefetches `k_tiles` kilobytes at `ahead`, where the caller's next weights lie.
+    """
     a1, b1 = a + k_tiles * 1024, b + k_tiles * 1024
     tiles.zero0(), tiles.zero1()
     if two:
         tiles.zero2(), tiles.zero3()
         for k in range(0, k_tiles * 1024, 1024):
+            prefetch_kilobyte(ahead + k)
             tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64), tiles.load5(a1 + k, 64)
             tiles.dot_046(), tiles.dot_147(), tiles.dot_256(), tiles.dot_357()
         tiles.store2(c + 2048, 128), tiles.store3(c + 2112, 128)
     else:
         for k in range(0, k_tiles * 1024, 1024):
+            prefetch_kilobyte(ahead + k)
             tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64)
             tiles.dot_046(), tiles.dot_147()
     tiles.store0(c, 128), tiles.store1(c + 64, 128)
@@ -171,10 +183,10 @@ block_avx512_bf16 = _vector_block(_pair_rows, _pair_row, 2, 32)
 
 
 @njit(nogil=True)
-def block(kernel, a, b, k_tiles, rows, c):
-    """`rows` (1 to 32) rows of A times 32 columns of B into the scratch `c` (32, 32) float32."""
+def block(kernel, a, b, k_tiles, rows, c, ahead):
+    """`rows` (1 to 32) rows of A times 32 columns of B into the scratch `c` (32, 32) float32; see `block_amx`."""
     if kernel == KERNEL_AMX:
-        block_amx(a, b, k_tiles, rows > 16, c)
+        block_amx(a, b, k_tiles, rows > 16, c, ahead)
     elif kernel == KERNEL_AVX512_BF16:
         block_avx512_bf16(a, b, k_tiles, rows, c)
     elif kernel == KERNEL_BF16_WEIGHTS:

@@ -48,11 +48,11 @@ MODEL_DTYPE = np.dtype(
         ("page_size", np.int64),
         ("pages", np.int64),
         ("max_tokens", np.int64),
+        ("state_items", np.int64),
         ("q_scale", np.float64),
         ("kv", np.int64),  # addresses from here on
         ("q", np.int64),
-        ("acc", np.int64),
-        ("softmax", np.int64),
+        ("state", np.int64),
         ("cos", np.int64),
         ("sin", np.int64),
         ("partial", np.int64),
@@ -173,9 +173,11 @@ def linear_item(op, model, rows, item, scratch):
     pairs = (2 * op.n if op.code == LINEAR_SWIGLU else op.n) // 32
     first, pair = (item // pairs) * ROW_CHUNK, item % pairs
     weight = op.w + pair * pair_bytes(model, op.k)
+    ahead = weight + model.threads * pair_bytes(model, op.k)
     for row in range(first, min(rows, first + ROW_CHUNK), 32):
         count = min(32, rows - row)
-        gemm.block(model.kernel, op.x + (row // 16) * op.k * 16 * size, weight, op.k // 32, count, scratch)
+        gemm.block(model.kernel, op.x + (row // 16) * op.k * 16 * size, weight, op.k // 32, count, scratch, ahead)
+        ahead += op.k * 32
         finish_block(op, model, scratch, row, count, pair)
 
 
@@ -213,12 +215,11 @@ def block_address(model, layer, page, offset, kv_head):
 
 @njit(nogil=True)
 def write_key(model, block, slot, row):
-    """A float32 key into its place in a block."""
+    """A key (in the cache's type) into its place in a block."""
     if model.kv_amx:
-        half = block + (slot // 16) * model.dim * 32 + (slot % 16) * 4
-        simd_pairs = model.dim // 2
-        for p in range(simd_pairs):
-            simd.write_i32(half + p * 64, simd.read_i32(row + p * 4))
+        place = block + (slot // 16) * model.dim * 32 + (slot % 16) * 64
+        for i in range(0, model.dim // 32):
+            simd.store(place + i * 1024, simd.load(row + i * 64))
     else:
         for i in range(model.dim):
             if model.kv_bf16:
@@ -230,9 +231,8 @@ def write_key(model, block, slot, row):
 @njit(nogil=True)
 def write_value(model, block, slot, row):
     if model.kv_amx:
-        place = block + (slot // 2) * 64 + (slot % 2) * 2
         for i in range(model.dim):
-            simd.write_u16(place + (i // 16) * 1024 + (i % 16) * 4, simd.read_u16(row + i * 2))
+            simd.write_u16(block + i * 64 + slot * 2, simd.read_u16(row + i * 2))
     else:
         size = 2 if model.kv_bf16 else 4
         for i in range(0, model.dim * size, 4):
@@ -299,11 +299,10 @@ def copy_slot(model, layer, source, target):
         va, vb = a + block_bytes(model), b + block_bytes(model)
         for i in range(model.dim):
             if model.kv_amx:
-                pair = (i // 2) * 64 + (i % 2) * 2
-                copy_element(2, a + (s // 16) * model.dim * 32 + (s % 16) * 4 + pair,
-                             b + (t // 16) * model.dim * 32 + (t % 16) * 4 + pair)  # fmt: skip
-                lane = (i // 16) * 1024 + (i % 16) * 4
-                copy_element(2, va + lane + (s // 2) * 64 + (s % 2) * 2, vb + lane + (t // 2) * 64 + (t % 2) * 2)
+                column = (i // 32) * 1024 + (i % 32) * 2
+                copy_element(2, a + (s // 16) * model.dim * 32 + (s % 16) * 64 + column,
+                             b + (t // 16) * model.dim * 32 + (t % 16) * 64 + column)  # fmt: skip
+                copy_element(2, va + i * 64 + s * 2, vb + i * 64 + t * 2)
             else:
                 copy_element(size, a + (i * 32 + s) * size, b + (i * 32 + t) * size)
                 copy_element(size, va + (s * model.dim + i) * size, vb + (t * model.dim + i) * size)
@@ -321,56 +320,132 @@ def clear_page(model, page, layer):
 
 
 @njit(nogil=True)
-def attend(op, model, positions, block_tables, item, kv_head, scratch):
-    """One work item of attention.py for one KV head."""
-    dim, amx = model.dim, model.kv_amx
-    row0, rows, table = np.int64(item[attention.ROW]), np.int64(item[attention.ROWS]), item[attention.SEQUENCE]
-    acc, scores, p, stats = scratch, scratch + dim * 64, scratch + dim * 64 + 2048, scratch + dim * 64 + 4096
-    state = kv_head * model.max_tokens * model.group + row0
-    q = model.q + state * dim * (2 if amx else 4)
-    attention.begin_rows(rows, dim, acc, stats)
-    if not item[attention.START]:
-        attention.copy_floats(model.acc + state * dim * 4, acc, rows * dim)
-        for r in range(rows * 2):
-            simd.write_f32(stats + r * 4, simd.read_f32(model.softmax + state * 8 + r * 4))
-    for b in range(item[attention.FIRST], item[attention.END]):
-        slot = b * 32
-        page = np.int64(block_tables[table, slot // model.page_size])
-        keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
-        values = keys + block_bytes(model)
-        if amx:
-            attention.scores_amx(q, keys, dim, scores)
-        else:
-            attention.scores_vector(q, keys, dim, rows, model.kv_bf16, scores)
-        for r in range(rows):
-            visible = np.int64(positions[(row0 + r) // model.group]) + 1 - slot
-            weights = p + r * (64 if amx else 128)
-            if visible > 0:
-                attention.soften_row(scores + r * 128, weights, amx, visible, stats + r * 8, acc + r * dim * 4, dim)
-            else:
-                attention.hide_row(weights, amx)
-        if amx:
-            attention.add_values_amx(p, values, dim, acc)
-        else:
-            attention.add_values_vector(p, values, dim, rows, model.kv_bf16, acc)
-    if item[attention.FINAL]:
-        write_attention(op, model, row0, rows, kv_head, acc, stats)
-    else:
-        attention.copy_floats(acc, model.acc + state * dim * 4, rows * dim)
-        for r in range(rows * 2):
-            simd.write_f32(model.softmax + state * 8 + r * 4, simd.read_f32(stats + r * 4))
+def query_address(model, kv_head, row):
+    """Address of a query row; rows are tokens times the heads that share a KV head."""
+    return model.q + (kv_head * model.max_tokens * model.group + row) * model.dim * (2 if model.kv_amx else 4)
 
 
 @njit(nogil=True)
-def write_attention(op, model, row0, rows, kv_head, acc, stats):
-    """Normalise finished rows into the next activation, at (token, head * head_dim)."""
-    size = 2 if model.act_bf16 else 4
+def state_address(model, kv_head, row):
+    """Address of the carried state of the sixteen rows that hold `row`: an accumulator, maxima, sums."""
+    return model.state + (kv_head * model.state_items + row // 16) * 64 * (model.dim + 2)
+
+
+@njit(nogil=True)
+def attend_on_tiles(op, model, positions, block_tables, item, kv_head, scratch):
+    """One work item of attention.py for one KV head, a query in each lane."""
+    dim, rows, row0 = model.dim, np.int64(item[attention.ROWS]), np.int64(item[attention.ROW])
+    q, scores, p = scratch, scratch + dim * 32, scratch + dim * 32 + 2048
+    acc = p + 1024
+    maxima, sums, limits = acc + dim * 64, acc + dim * 64 + 64, acc + dim * 64 + 128
+    source = query_address(model, kv_head, row0)
+    for t in range(0, dim * 2, 64):
+        simd.transpose(source + t, dim * 2, q + t * 16, 64)
+    zero = simd.broadcast(attention.ZERO)
+    for d in range(0, dim * 64, 64):
+        simd.store(acc + d, zero)
+    simd.store(maxima, simd.broadcast(attention.LOWEST))
+    simd.store(sums, zero)
+    if item[attention.FINAL] and item[attention.STATE] >= 0:
+        for r in range(rows):
+            row = np.int64(item[attention.STATE]) + r
+            state = state_address(model, kv_head, row) + row % 16 * 4
+            for d in range(0, (dim + 2) * 64, 64):
+                simd.write_f32(acc + d + r * 4, simd.read_f32(state + d))
+    for b in range(item[attention.FIRST], item[attention.END]):
+        slot = b * 32
+        page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
+        keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
+        if b + 1 < item[attention.END]:
+            ahead = slot + 32
+            page = np.int64(block_tables[item[attention.SEQUENCE], ahead // model.page_size])
+            ahead = block_address(model, op.layer, page, ahead % model.page_size, kv_head)
+            for kilobyte in range(0, 2 * block_bytes(model), 1024):
+                gemm.prefetch_kilobyte(ahead + kilobyte)
+        attention.scores_on_tiles(q, keys, dim, scores)
+        hidden = positions[row0 // model.group] - slot < 31
+        if hidden:
+            for r in range(16):
+                token = (row0 + min(r, rows - 1)) // model.group
+                simd.write_i32(limits + r * 4, np.int32(positions[token] + 1 - slot))
+        attention.soften_lanes(scores, p, maxima, sums, acc, dim, hidden, limits)
+        attention.values_on_tiles(p, keys + block_bytes(model), dim, acc)
+    if item[attention.FINAL]:
+        write_lanes(op, model, row0, rows, kv_head, acc, sums, scores)
+    else:
+        state = state_address(model, kv_head, np.int64(item[attention.STATE]))
+        for d in range(0, (dim + 2) * 64, 64):
+            simd.store(state + d, simd.load(acc + d))
+
+
+@njit(nogil=True)
+def write_lanes(op, model, row0, rows, kv_head, acc, sums, block):
+    """Normalise finished lanes into the next activation, at (token, head * head_dim)."""
+    inverse = simd.divide(simd.broadcast(attention.ONE), simd.load(sums))
+    for d in range(0, model.head_dim * 64, 64):
+        simd.store(acc + d, simd.load(acc + d) * inverse)
+    for i in range(0, model.head_dim, 16):
+        simd.transpose(acc + i * 64, 64, block, 64)
+        for r in range(rows):
+            token, head = (row0 + r) // model.group, kv_head * model.group + (row0 + r) % model.group
+            target = tile_address(op.out, token, head * model.head_dim + i, op.n, 2)
+            simd.store_bf16(target, simd.load(block + r * 64))
+
+
+@njit(nogil=True)
+def attend_on_vectors(op, model, positions, block_tables, item, kv_head, scratch):
+    """One work item of attention.py for one KV head, a query at a time."""
+    dim, rows, row0 = model.dim, np.int64(item[attention.ROWS]), np.int64(item[attention.ROW])
+    acc, scores, p, stats = scratch, scratch + dim * 64, scratch + dim * 64 + 2048, scratch + dim * 64 + 4096
+    q = query_address(model, kv_head, row0)
+    carried = item[attention.FINAL] and item[attention.STATE] >= 0
     for r in range(rows):
-        token, head = (row0 + r) // model.group, kv_head * model.group + (row0 + r) % model.group
-        total = simd.broadcast(simd.read_f32(stats + r * 8 + 4))
-        for i in range(0, model.head_dim, 16):
-            value = simd.divide(simd.load(acc + (r * model.dim + i) * 4), total)
-            store_any(tile_address(op.out, token, head * model.head_dim + i, op.n, size), value, model.act_bf16)
+        for d in range(0, dim * 4, 64):
+            simd.store(acc + r * dim * 4 + d, simd.broadcast(attention.ZERO))
+        simd.write_f32(stats + r * 8, attention.LOWEST)
+        simd.write_f32(stats + r * 8 + 4, attention.ZERO)
+        if carried:
+            move_row(model, kv_head, np.int64(item[attention.STATE]) + r, acc + r * dim * 4, stats + r * 8, False)
+    for b in range(item[attention.FIRST], item[attention.END]):
+        slot = b * 32
+        page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
+        keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
+        attention.scores_on_vectors(q, keys, dim, rows, model.kv_bf16, scores)
+        for r in range(rows):
+            visible = np.int64(positions[(row0 + r) // model.group]) + 1 - slot
+            attention.soften_row(scores + r * 128, p + r * 128, visible, stats + r * 8, acc + r * dim * 4, dim)
+        attention.values_on_vectors(p, keys + block_bytes(model), dim, rows, model.kv_bf16, acc)
+    for r in range(rows):
+        if item[attention.FINAL]:
+            write_row(op, model, row0 + r, kv_head, acc + r * dim * 4, simd.read_f32(stats + r * 8 + 4))
+        else:
+            move_row(model, kv_head, np.int64(item[attention.STATE]) + r, acc + r * dim * 4, stats + r * 8, True)
+
+
+@njit(nogil=True)
+def move_row(model, kv_head, row, acc, stats, save):
+    """One row's accumulator, maximum and sum to its carried state, or back from there."""
+    state = state_address(model, kv_head, row) + row % 16 * (model.dim + 2) * 4
+    for d in range(0, model.dim * 4, 4):
+        if save:
+            simd.write_f32(state + d, simd.read_f32(acc + d))
+        else:
+            simd.write_f32(acc + d, simd.read_f32(state + d))
+    for i in range(0, 8, 4):
+        if save:
+            simd.write_f32(state + model.dim * 4 + i, simd.read_f32(stats + i))
+        else:
+            simd.write_f32(stats + i, simd.read_f32(state + model.dim * 4 + i))
+
+
+@njit(nogil=True)
+def write_row(op, model, row, kv_head, acc, total):
+    """Normalise a finished row into the next activation, at (token, head * head_dim)."""
+    size = 2 if model.act_bf16 else 4
+    token, head = row // model.group, kv_head * model.group + row % model.group
+    for i in range(0, model.head_dim, 16):
+        value = simd.divide(simd.load(acc + i * 4), simd.broadcast(total))
+        store_any(tile_address(op.out, token, head * model.head_dim + i, op.n, size), value, model.act_bf16)
 
 
 @njit(nogil=True)
@@ -384,43 +459,60 @@ def head_item(op, model, rows, item, needs_logits, scratch):
     size = 2 if model.act_bf16 else 4
     groups = head_groups(op)
     first, group = (item // groups) * ROW_CHUNK, item % groups
+    begin, end = group * HEAD_PAIRS, min(op.n // 32, (group + 1) * HEAD_PAIRS)
     for row in range(first, min(rows, first + ROW_CHUNK), 32):
         count = min(32, rows - row)
-        for pair in range(group * HEAD_PAIRS, min(op.n // 32, (group + 1) * HEAD_PAIRS)):
+        for pair in range(begin, end):
             weight = op.w + pair * pair_bytes(model, op.k)
-            gemm.block(model.kernel, op.x + (row // 16) * op.k * 16 * size, weight, op.k // 32, count, scratch)
-            for r in range(count):
-                partial = model.partial + ((row + r) * groups + group) * PARTIAL_FIELDS * 4
-                begin_pair = pair == group * HEAD_PAIRS
-                head_row(model, scratch + r * 128, pair * 32, begin_pair, partial, row + r, needs_logits)
+            x = op.x + (row // 16) * op.k * 16 * size
+            gemm.block(model.kernel, x, weight, op.k // 32, count, scratch + (pair - begin) * 4096, weight + op.k * 64)
+        hide_padding(model, scratch, begin, end)
+        for r in range(count):
+            partial = model.partial + ((row + r) * groups + group) * PARTIAL_FIELDS * 4
+            head_row(scratch + r * 128, begin * 32, end - begin, partial)
+            if needs_logits[row + r]:
+                keep_logits(model, scratch + r * 128, begin, end, row + r)
 
 
 @njit(nogil=True)
-def head_row(model, c, column, begin, partial, row, needs_logits):
+def hide_padding(model, blocks, begin, end):
+    """The columns past the vocabulary, in the last block, must not win."""
+    column = (end - 1) * 32
+    if end > begin and column + 32 > model.vocab:
+        for r in range(32):
+            c = blocks + (end - 1 - begin) * 4096 + r * 128
+            simd.store(c, simd.keep_below(simd.load(c), model.vocab - column, attention.LOWEST))
+            simd.store(c + 64, simd.keep_below(simd.load(c + 64), model.vocab - column - 16, attention.LOWEST))
+
+
+@njit(nogil=True)
+def keep_logits(model, c, begin, end, row):
+    target = model.logits + (row * round_up(model.vocab, 32) + begin * 32) * 4
+    for pair in range(end - begin):
+        simd.store(target + pair * 128, simd.load(c + pair * 4096))
+        simd.store(target + pair * 128 + 64, simd.load(c + pair * 4096 + 64))
+
+
+@njit(nogil=True)
+def head_row(c, column, pairs, partial):
+    """Maximum, sum of exponentials and arg-max of one row over `pairs` blocks, 4096 bytes apart."""
     left, right = simd.load(c), simd.load(c + 64)
-    if column + 32 > model.vocab:
-        left = simd.keep_below(left, model.vocab - column, attention.LOWEST)
-        right = simd.keep_below(right, model.vocab - column - 16, attention.LOWEST)
-    if needs_logits[row]:
-        target = model.logits + (row * round_up(model.vocab, 32) + column) * 4
-        simd.store(target, left)
-        simd.store(target + 64, right)
-    here = simd.reduce_max(simd.maximum(left, right))
-    top, total = attention.LOWEST, np.float32(0)
-    if not begin:
-        top, total = simd.read_f32(partial), simd.read_f32(partial + 4)
-    log2_e = simd.broadcast(np.float32(sampling.LOG2_E))
-    if begin or here > top:
-        total = total * simd.reduce_max(simd.exp2((simd.broadcast(top) - simd.broadcast(here)) * log2_e))
-        lane = simd.first_lane_equal(left, here)
-        if lane == 16:
-            lane = 16 + simd.first_lane_equal(right, here)
-        simd.write_i32(partial + 8, np.int32(column + lane))
-        simd.write_f32(partial, here)
-        top = here
-    highest = simd.broadcast(top)
-    sums = simd.exp2((left - highest) * log2_e) + simd.exp2((right - highest) * log2_e)
-    simd.write_f32(partial + 4, total + simd.reduce_add(sums))
+    for pair in range(1, pairs):
+        left = simd.maximum(simd.load(c + pair * 4096), left)
+        right = simd.maximum(simd.load(c + pair * 4096 + 64), right)
+    top = simd.reduce_max(simd.maximum(left, right))
+    highest, log2_e = simd.broadcast(top), simd.broadcast(np.float32(sampling.LOG2_E))
+    even, odd = simd.broadcast(attention.ZERO), simd.broadcast(attention.ZERO)
+    for pair in range(pairs):
+        even = even + simd.exp2((simd.load(c + pair * 4096) - highest) * log2_e)
+        odd = odd + simd.exp2((simd.load(c + pair * 4096 + 64) - highest) * log2_e)
+    simd.write_f32(partial, top)
+    simd.write_f32(partial + 4, simd.reduce_add(even + odd))
+    for half in range(2 * pairs):
+        lane = simd.first_lane_equal(simd.load(c + half // 2 * 4096 + half % 2 * 64), top)
+        if lane < 16:
+            simd.write_i32(partial + 8, np.int32(column + half * 16 + lane))
+            break
 
 
 @njit(nogil=True)
@@ -507,7 +599,10 @@ def attention_level(op, model, arrays, first, end, counter, scratch):
         if n >= total:
             break
         item = arrays.items[first + n // model.kv_heads]
-        attend(op, model, arrays.positions, arrays.block_tables, item, n % model.kv_heads, scratch)
+        if model.kv_amx:
+            attend_on_tiles(op, model, arrays.positions, arrays.block_tables, item, n % model.kv_heads, scratch)
+        else:
+            attend_on_vectors(op, model, arrays.positions, arrays.block_tables, item, n % model.kv_heads, scratch)
 
 
 @njit(nogil=True)

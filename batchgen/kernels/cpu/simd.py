@@ -114,18 +114,35 @@ def lane_numbers() -> ir.Constant:
 
 
 def emit_exp2(builder: Any, x: Any) -> Any:
-    """2**x to about 2 ulp for x in [-126, 127], clamped outside: 2**round(x) times a degree-6 Taylor polynomial."""
-    x = call(builder, "llvm.minnum.v16f32", V32, [x, constant(127.0)])
-    x = call(builder, "llvm.maxnum.v16f32", V32, [x, constant(-126.0)])
+    """2**x to about 2 ulp; below -126 it is about 2**-126, above 127 undefined, and NaN stays NaN.
+
+    A degree-6 polynomial (Cephes' exp2f) of x - round(x), then round(x) is added to the exponent.
+    """
+    low = constant(-126.0)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     n = call(builder, "llvm.rint.v16f32", V32, [x])
     r = builder.fsub(x, n)
-    coefficients = (1.5403530393381608e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
-                    2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
+    coefficients = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2,
+                    2.402264791363012e-1, 6.931472028550421e-1, 1.0)  # fmt: skip
     p = constant(coefficients[0])
     for c in coefficients[1:]:
         p = emit_fma(builder, p, r, constant(c))
-    scale = builder.shl(builder.add(builder.fptosi(n, VI32), int_constant(127)), int_constant(23))
-    return builder.fmul(p, builder.bitcast(scale, V32))
+    shift = builder.shl(builder.fptosi(n, VI32), int_constant(23))
+    return builder.bitcast(builder.add(builder.bitcast(p, VI32), shift), V32)
+
+
+def emit_maximum(builder: Any, a: Any, b: Any) -> Any:
+    """The larger lane; `b` where one is NaN (one instruction, unlike IEEE's maximum)."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def emit_transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """Sixteen vectors as columns: four rounds that interleave row i with row i + 8."""
+    low = ir.Constant(VI32, [i // 2 + 16 * (i % 2) for i in range(LANES)])
+    high = ir.Constant(VI32, [8 + i // 2 + 16 * (i % 2) for i in range(LANES)])
+    for _ in range(4):
+        rows = [builder.shuffle_vector(rows[i], rows[i + 8], half) for i in range(8) for half in (low, high)]
+    return rows
 
 
 VOID, INT64, FLOAT32 = types.void, types.int64, types.float32
@@ -179,10 +196,8 @@ def fma(typingctx, a, b, c):
 
 @intrinsic
 def maximum(typingctx, a, b):
-    """The larger of each lane."""
-    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: call(
-        builder, "llvm.maxnum.v16f32", V32, list(args)
-    )
+    """The larger of each lane; `b` where one is NaN."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: emit_maximum(builder, *args)
 
 
 @intrinsic
@@ -236,6 +251,59 @@ def keep_below(typingctx, value, count, fill):
         return builder.select(builder.icmp_signed("<", lane_numbers(), limit), value, splat(builder, fill, V32))
 
     return f32x16(f32x16, INT64, FLOAT32), codegen
+
+
+@intrinsic
+def keep_above(typingctx, value, limits, number, fill):
+    """`value` in the lanes whose int32 in the sixteen at address `limits` exceeds `number`, `fill` in the others."""
+
+    def codegen(context, builder, sig, args):
+        value, address, number, fill = args
+        limits = builder.load(pointer(builder, address, VI32))
+        limits.align = 4
+        seen = builder.icmp_signed(">", limits, splat(builder, builder.trunc(number, I32), VI32))
+        return builder.select(seen, value, splat(builder, fill, V32))
+
+    return f32x16(f32x16, INT64, INT64, FLOAT32), codegen
+
+
+@intrinsic
+def any_above(typingctx, a, b):
+    """Whether a > b in some lane."""
+
+    def codegen(context, builder, sig, args):
+        mask = builder.bitcast(builder.fcmp_ordered(">", *args), I16)
+        return builder.icmp_unsigned("!=", mask, I16(0))
+
+    return types.boolean(f32x16, f32x16), codegen
+
+
+@intrinsic
+def store_pairs_bf16(typingctx, address, a, b):
+    """Sixteen (a, b) pairs of bfloat16 to an address: lane i's at 4 * i."""
+
+    def codegen(context, builder, sig, args):
+        address, a, b = args
+        low, high = (builder.zext(builder.bitcast(builder.fptrunc(v, VBF16), VI16), VI32) for v in (a, b))
+        pairs = builder.or_(low, builder.shl(high, int_constant(16)))
+        builder.store(pairs, pointer(builder, address, VI32)).align = 4
+        return context.get_dummy_value()
+
+    return VOID(INT64, f32x16, f32x16), codegen
+
+
+@intrinsic
+def transpose(typingctx, source, source_stride, target, target_stride):
+    """Transpose a 16 x 16 block of 32-bit elements; strides in bytes from one row to the next."""
+
+    def codegen(context, builder, sig, args):
+        source, source_stride, target, target_stride = args
+        rows = [emit_load(builder, builder.add(source, builder.mul(source_stride, I64(i)))) for i in range(LANES)]
+        for i, row in enumerate(emit_transpose(builder, rows)):
+            emit_store(builder, builder.add(target, builder.mul(target_stride, I64(i))), row)
+        return context.get_dummy_value()
+
+    return VOID(INT64, INT64, INT64, INT64), codegen
 
 
 @intrinsic
@@ -303,6 +371,17 @@ def _writer(numba_type: types.Type, llvm_type: ir.Type) -> Any:
 read_f32, write_f32 = _reader(FLOAT32, F32), _writer(FLOAT32, F32)
 read_i32, write_i32 = _reader(types.int32, I32), _writer(types.int32, I32)
 read_u16, write_u16 = _reader(types.uint16, I16), _writer(types.uint16, I16)
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at an address, into the second-level cache."""
+
+    def codegen(context, builder, sig, args):
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, args[0], I8), I32(0), I32(2), I32(1)])
+        return context.get_dummy_value()
+
+    return VOID(INT64), codegen
 
 
 @intrinsic

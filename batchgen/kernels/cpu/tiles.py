@@ -65,4 +65,6 @@ load0, load1, load2, load3, load4, load5, load6, load7 = (
     _operation("tileloadd64", (t,), pointer_arg=True, stride_arg=True) for t in range(8)
 )
 store0, store1, store2, store3 = (_operation("tilestored64", (t,), pointer_arg=True, stride_arg=True) for t in range(4))
-dot_046, dot_147, dot_256, dot_357 = (_operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)))
+dot_046, dot_147, dot_256, dot_357, dot_156 = (
+    _operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7), (1, 5, 6))
+)
