@@ -148,7 +148,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self._wanted = True
         # Not print: the signal may come in the middle of a write to sys.stderr, which cannot be re-entered.
-        os.write(2, b"\nfinishing the rows in flight; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nwriting what is finished; press Ctrl-C again to stop at once\n")
 
 
 @contextmanager
@@ -251,7 +251,10 @@ _PLAN_FIELDS = (
 
 
 def _plan_values(result: "JobPlan") -> dict[str, Any]:
-    failing = [{"row_index": row, "code": why.code, "message": why.message} for row, why in result.failing_rows]
+    failing = [
+        {"row_index": row, "id": name, "code": why.code, "message": why.message}
+        for row, name, why in result.failing_rows
+    ]
     return {**{name: getattr(result, name) for name in _PLAN_FIELDS}, "failing_rows": failing}
 
 
@@ -271,8 +274,8 @@ def _show_plan(result: "JobPlan") -> None:
     if result.bos_doubled:
         pairs.append(("BOS in the text, not doubled", f"{result.bos_doubled:,} rows"))
     _show_pairs("plan", pairs)
-    for row, why in result.failing_rows[:SHOWN_FAILURES]:
-        print(f"row {row} will fail: {why.code}: {why.message}")
+    for row, name, why in result.failing_rows[:SHOWN_FAILURES]:
+        print(f"row {row}{f' ({name})' if name else ''} will fail: {why.code}: {why.message}")
     if len(result.failing_rows) > SHOWN_FAILURES:
         print(f"... and {len(result.failing_rows) - SHOWN_FAILURES:,} more (--json lists all)")
 

@@ -19,19 +19,30 @@ from batchgen.text.tokenizer import Tokenizer
 Refuse = Callable[[NDArray[np.int32], SamplingParams], RowFailure | None]
 
 
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A row that cannot be answered; `name` is the value of the id column, `samples` the results it still gets."""
+
+    row_index: int
+    name: str | None
+    samples: int
+    failure: RowFailure
+
+
 @dataclass(slots=True, eq=False)
 class JobPrompts:
     """Every row of the input: either a prompt of `table` with its wish, or a failure.
 
-    `row_index` and `samples` (results per row) cover all rows, in input order.
+    `row_index` and `samples` (results per row) cover all rows, in input order. `bos_in_text` counts the prompts whose
+    text brings the BOS token that the model would have been given anyway.
     """
 
     table: PromptTable
     wishes: list[RowWish]
-    failures: list[tuple[int, int, RowFailure]]  # row_index, number of results, why
+    failures: list[FailedRow]
     row_index: NDArray[np.int64]
     samples: NDArray[np.int32]
-    doubled_bos: int = 0
+    bos_in_text: int
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +50,7 @@ class _Collected:
     rows: list[int] = field(default_factory=list)
     prompts: list[NDArray[np.int32]] = field(default_factory=list)
     wishes: list[RowWish] = field(default_factory=list)
-    failures: list[tuple[int, int, RowFailure]] = field(default_factory=list)
+    failures: list[FailedRow] = field(default_factory=list)
     row_index: list[NDArray[np.int64]] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
@@ -70,23 +81,28 @@ class PromptReader:
             found.failures,
             np.concatenate([np.zeros(0, np.int64), *found.row_index]),
             np.array(found.samples, np.int32),
+            self._source.bos_in_text,
         )
 
     def _read_batch(self, rows: list[int], values: list[dict[str, Any]], found: _Collected, refuse: Refuse) -> None:
         wishes = [self._wish(row) for row in values]
         prompts = self._source.prompts(values)
-        for row, wish, prompt in zip(rows, wishes, prompts, strict=True):
+        for row, value, wish, prompt in zip(rows, values, wishes, prompts, strict=True):
             number = wish.n if isinstance(wish, RowWish) else 1
             failure = next((x for x in (wish, prompt) if isinstance(x, RowFailure)), None)
             if failure is None and isinstance(wish, RowWish) and not isinstance(prompt, RowFailure):
                 failure = refuse(prompt, wish.params)
             found.samples.append(number)
             if failure is not None:
-                found.failures.append((row, number, failure))
+                found.failures.append(FailedRow(row, self._name(value), number, failure))
             else:
                 found.rows.append(row)
                 found.prompts.append(prompt)  # type: ignore[arg-type]
                 found.wishes.append(wish)  # type: ignore[arg-type]
+
+    def _name(self, row: Mapping[str, Any]) -> str | None:
+        column = self._spec.input.id
+        return None if column is None or row[column] is None else str(row[column])
 
     def _wish(self, row: Mapping[str, Any]) -> RowWish | RowFailure:
         sampling = self._spec.sampling
@@ -104,6 +120,7 @@ class _TokenSource:
     """A column of token ids, used as they are."""
 
     column: str
+    bos_in_text = 0
 
     @property
     def columns(self) -> frozenset[str]:
@@ -122,17 +139,21 @@ class _TokenSource:
         return np.array(ids, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _TextSource:
-    """Texts, made by `render` and encoded by `encode`."""
+    """Texts, made by `render` and encoded by `encode`; `bos` is the text of a token that encoding would add."""
 
     columns: frozenset[str]
     render: Callable[[Mapping[str, Any]], str]
     encode: Callable[[Sequence[str]], list[NDArray[np.int32]]]
+    bos: str | None
+    bos_in_text: int = 0
 
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         texts = [_or_failure(self.render, row) for row in rows]
         good = [text for text in texts if isinstance(text, str)]
+        if self.bos:
+            self.bos_in_text += sum(text.startswith(self.bos) for text in good)
         encoded = iter(self._encode_all(good))
         return [next(encoded) if isinstance(text, str) else text for text in texts]
 
@@ -157,6 +178,7 @@ def _text_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None)
     wants_chat = given.chat is True or given.messages is not None or (given.chat == "auto" and not given.parse_special)
     if chat is None and (given.chat is True or given.messages is not None):
         raise InputError("the model has no chat template; give input.prompt with chat: false")
+    bos = tokenizer.bos_token if tokenizer.add_bos else None
     if not wants_chat or chat is None:
         assert given.prompt is not None
         template = PromptTemplate(given.prompt, "input.prompt")
@@ -164,10 +186,11 @@ def _text_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None)
             template.columns,
             template.render,
             lambda texts: tokenizer.encode_batch(texts, parse_special=given.parse_special),
+            bos if given.parse_special else None,
         )
     columns, messages = _messages_of(spec)
     protect = (lambda value: value) if given.parse_special else tokenizer.protect
-    return _TextSource(columns, lambda row: chat.render(protect(messages(row))), tokenizer.encode_rendered_batch)
+    return _TextSource(columns, lambda row: chat.render(protect(messages(row))), tokenizer.encode_rendered_batch, bos)
 
 
 Messages = list[dict[str, Any]]

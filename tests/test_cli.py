@@ -164,7 +164,7 @@ def test_the_first_signal_asks_and_the_second_stops_at_once(spec, runner, capfd)
     runner.run_job = run_job
     assert cli.main(["run", spec]) == 130
     error = capfd.readouterr().err
-    assert "finishing the rows in flight; press Ctrl-C again to stop at once" in error
+    assert "writing what is finished; press Ctrl-C again to stop at once" in error
     assert "stopped at once; what was written is kept. To go on, run: batchgen run job.yaml" in error
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -202,7 +202,7 @@ def test_a_process_that_is_interrupted_ends_in_order(spec, number):
     process.send_signal(number)
     out, error = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "finishing the rows in flight" in error
+    assert "writing what is finished" in error
     assert "interrupted; to go on, run: batchgen run job.yaml" in error
     assert "Traceback" not in error
     assert "rows: 10" in out
@@ -217,7 +217,7 @@ def test_validate(spec, capsys):
 
 
 def test_plan(spec, runner, capsys):
-    runner.plan = Plan(failing_rows=[(i, RowFailure("prompt_missing", "null")) for i in range(25)], bos_doubled=2)
+    runner.plan = Plan(failing_rows=[(i, None, RowFailure("prompt_missing", "null")) for i in range(25)], bos_doubled=2)
     assert cli.main(["plan", spec]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "prompt tokens to compute: 250 (75.0% saved by sharing)" in lines
@@ -228,10 +228,10 @@ def test_plan(spec, runner, capsys):
 
 
 def test_plan_as_json(spec, runner, capsys):
-    runner.plan = Plan(failing_rows=[(4, RowFailure("prompt_too_long", "é"))])
+    runner.plan = Plan(failing_rows=[(4, "e05", RowFailure("prompt_too_long", "é"))])
     assert cli.main(["plan", spec, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["failing_rows"] == [{"row_index": 4, "code": "prompt_too_long", "message": "é"}]
+    assert values["failing_rows"] == [{"row_index": 4, "id": "e05", "code": "prompt_too_long", "message": "é"}]
     assert {name: value for name, value in values.items() if name != "failing_rows"} == {
         name: value for name, value in vars(Plan()).items() if name != "failing_rows"
     }

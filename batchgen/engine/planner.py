@@ -7,6 +7,7 @@ earlier row, it shares with that one.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -166,8 +167,7 @@ def make_requests(
     Equal prompts become one request. Without `sharing` every answer is a request of its own, with the same random
     numbers as it has with sharing.
     """
-    starts = np.flatnonzero(~plan.repeats).tolist()
-    for begin, end in zip(starts, [*starts[1:], len(plan.order)], strict=True):
+    for begin, end in pairwise([*np.flatnonzero(~plan.repeats).tolist(), len(plan.order)]):
         members = np.sort(plan.order[begin:end]).tolist()
         prompt, samples = table.prompt(members[0]), _join_samples(table, members, wish)
         if sharing:

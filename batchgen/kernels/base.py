@@ -121,7 +121,8 @@ def single_token_batch() -> StepBatch:
 class StepResult:
     """Sampled tokens with their log-probabilities under the model's own distribution (before temperature and filters).
 
-    `logits` (rows that asked, vocabulary) float32 is a view that the next step overwrites.
+    `logits` (at least R rows, vocabulary) float32 is a view that the next step overwrites; the rows of `needs_logits`
+    are valid.
     """
 
     token_ids: NDArray[np.int32]

@@ -1,11 +1,11 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from kernel_programs import VARIANTS, Variant
-from tiny_model import make_backend
 
 from batchgen.kernels.base import Backend
 from batchgen.kernels.cpu.features import available_kernels
+from tests.kernels.kernel_programs import VARIANTS, Variant
+from tests.tiny_model import make_backend
 
 
 def require(kernel: str) -> None:

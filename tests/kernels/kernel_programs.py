@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tiny_model import Chunk, make_batch
 
 from batchgen.kernels.base import Backend, ModelShape, Ops, StepBatch, StepLimits
 from batchgen.kernels.reference import ReferenceBackend, round_bf16
+from tests.tiny_model import Chunk, make_batch
 
 Floats = NDArray[np.float32]
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from kernel_programs import build, every_token, head, logits_of, relative_error, same_bits, signs
 
 from batchgen.kernels.reference import rms_norm, round_bf16, swiglu
+from tests.kernels.kernel_programs import build, every_token, head, logits_of, relative_error, same_bits, signs
 
 ROWS = (1, 5, 16, 17, 32, 33)
 PADDED = [(32, 32), (96, 64), (576, 96), (16, 300), (80, 33), (100, 31), (576, 257)]
@@ -76,12 +76,12 @@ def test_norm_of_zeros_is_zero(gemm_variant, open_backend):
     np.testing.assert_array_equal(logits_of(backend, every_token([0])), np.zeros((1, 32)))
 
 
-@pytest.mark.parametrize(("k", "n"), [(32, 32), (64, 96), (48, 40)])
-def test_swiglu(gemm_variant, open_backend, k, n):
+def run_swiglu(variant, backend, k, n, gate_scale):
+    """swiglu of 37 tokens, from the kernel and from the twin; the products before it are exact."""
     rng = np.random.default_rng(n)
-    table, norm = signs(rng, 64, k), round_bf16(rng.standard_normal(k).astype(np.float32))
-    gate, up = (rng.standard_normal((n, k)).astype(np.float32) for _ in range(2))
-    gate[0], gate[1] = 40 * norm, -40 * norm  # far into both tails
+    table, norm = signs(rng, 64, k), rng.integers(1, 4, k).astype(np.float32)
+    gate, up = (rng.integers(-64, 65, (n, k)).astype(np.float32) / 64 for _ in range(2))
+    gate *= gate_scale
 
     def program(backend):
         packed = backend.table(table), backend.vector(norm), backend.gated_pair(gate, up)
@@ -90,12 +90,24 @@ def test_swiglu(gemm_variant, open_backend, k, n):
             ops.linear_swiglu(ops.rms_norm(ops.embed(packed[0]), packed[1], 0.0), packed[2]), identity
         )
 
-    backend = build(open_backend(*gemm_variant.names), program, k, n)
-    got = logits_of(backend, every_token(range(37)))
     x = (table * norm)[:37]
-    expected = swiglu(*(x @ gemm_variant.rounded(w).T for w in (gate, up)))
-    tolerance = 2.0**-8 if gemm_variant.rounds_activations else 1e-5
-    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=1e-4)
+    gates, ups = (x @ w.T for w in (gate, up))
+    return logits_of(build(backend, program, k, n), every_token(range(37))), swiglu(gates, ups), gates
+
+
+@pytest.mark.parametrize(("k", "n"), [(32, 32), (64, 96), (48, 40)])
+def test_swiglu(gemm_variant, open_backend, k, n):
+    got, expected, _ = run_swiglu(gemm_variant, open_backend(*gemm_variant.names), k, n, 1)
+    tolerance = 2.0**-8 if gemm_variant.rounds_activations else 2e-6
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=1e-30)
+
+
+def test_swiglu_of_gates_whose_exponential_overflows(gemm_variant, open_backend):
+    """exp(-gate) is more than float32 holds below -88; the product is next to zero there."""
+    got, expected, gates = run_swiglu(gemm_variant, open_backend(*gemm_variant.names), 64, 96, 64)
+    assert (gates < -1000).any() and (gates > 1000).any()
+    tolerance = 2.0**-8 if gemm_variant.rounds_activations else 2e-6
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [3, 300])
@@ -124,7 +136,7 @@ def test_linear_and_residual(gemm_variant, open_backend, count):
 
 
 def test_padded_page_bytes_count_keys_and_values(open_backend):
-    from tiny_model import tiny_config
+    from tests.tiny_model import tiny_config
 
     shape = tiny_config(head_dim=80).shape
     bytes_of = {kv: open_backend("portable", "fp32", kv).page_bytes(shape, 64) for kv in ("fp32", "bf16")}

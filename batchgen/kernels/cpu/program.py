@@ -357,17 +357,14 @@ def attend_on_tiles(op, model, positions, block_tables, item, kv_head, scratch):
         page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
         keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
         if b + 1 < item[attention.END]:
-            ahead = slot + 32
-            page = np.int64(block_tables[item[attention.SEQUENCE], ahead // model.page_size])
-            ahead = block_address(model, op.layer, page, ahead % model.page_size, kv_head)
+            page = np.int64(block_tables[item[attention.SEQUENCE], (slot + 32) // model.page_size])
+            ahead = block_address(model, op.layer, page, (slot + 32) % model.page_size, kv_head)
             for kilobyte in range(0, 2 * block_bytes(model), 1024):
                 gemm.prefetch_kilobyte(ahead + kilobyte)
         attention.scores_on_tiles(q, keys, dim, scores)
         hidden = positions[row0 // model.group] - slot < 31
         if hidden:
-            for r in range(16):
-                token = (row0 + min(r, rows - 1)) // model.group
-                simd.write_i32(limits + r * 4, np.int32(positions[token] + 1 - slot))
+            write_limits(model, positions, row0, rows, slot, limits)
         attention.soften_lanes(scores, p, maxima, sums, acc, dim, hidden, limits)
         attention.values_on_tiles(p, keys + block_bytes(model), dim, acc)
     if item[attention.FINAL]:
@@ -376,6 +373,14 @@ def attend_on_tiles(op, model, positions, block_tables, item, kv_head, scratch):
         state = state_address(model, kv_head, np.int64(item[attention.STATE]))
         for d in range(0, (dim + 2) * 64, 64):
             simd.store(state + d, simd.load(acc + d))
+
+
+@njit(nogil=True)
+def write_limits(model, positions, row0, rows, slot, limits):
+    """How many keys from `slot` on each lane may see; lanes without a row see what the last row sees."""
+    for r in range(16):
+        token = (row0 + (r if r < rows else rows - 1)) // model.group
+        simd.write_i32(limits + r * 4, np.int32(positions[token] + 1 - slot))
 
 
 @njit(nogil=True)
@@ -508,6 +513,7 @@ def head_row(c, column, pairs, partial):
         odd = odd + simd.exp2((simd.load(c + pair * 4096 + 64) - highest) * log2_e)
     simd.write_f32(partial, top)
     simd.write_f32(partial + 4, simd.reduce_add(even + odd))
+    simd.write_i32(partial + 8, np.int32(column))  # stands if every logit is NaN
     for half in range(2 * pairs):
         lane = simd.first_lane_equal(simd.load(c + half // 2 * 4096 + half % 2 * 64), top)
         if lane < 16:

@@ -59,7 +59,8 @@ def exponentials(x, vocab, temperature):
     top = NEVER
     for i in range(vocab):
         top = max(top, x[i])
-    scale = simd.broadcast(np.float32(LOG2_E / temperature))
+    # A temperature near zero would make this infinite, and 0 * inf is NaN.
+    scale = simd.broadcast(np.float32(min(LOG2_E / temperature, 1e30)))
     address = x.ctypes.data
     for i in range(0, vocab, 16):
         # The tail past the vocabulary holds -inf.

@@ -114,12 +114,13 @@ def lane_numbers() -> ir.Constant:
 
 
 def emit_exp2(builder: Any, x: Any) -> Any:
-    """2**x to about 2 ulp; below -126 it is about 2**-126, above 127 undefined, and NaN stays NaN.
+    """2**x to about 2 ulp, x taken as at least -126 and at most 127; NaN stays NaN.
 
     A degree-6 polynomial (Cephes' exp2f) of x - round(x), then round(x) is added to the exponent.
     """
-    low = constant(-126.0)
+    low, high = constant(-126.0), constant(127.0)
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
     n = call(builder, "llvm.rint.v16f32", V32, [x])
     r = builder.fsub(x, n)
     coefficients = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2,

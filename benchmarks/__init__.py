@@ -1,0 +1,1 @@
+"""Measurements of batchgen beside other systems; see compare.py, and LOG.md for what was found."""

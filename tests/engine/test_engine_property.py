@@ -1,0 +1,236 @@
+"""Any table, any limits: every row is answered once, and as if it were alone."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchgen.engine.planner import PromptTable, RowWish, make_requests, plan_prefixes
+from batchgen.engine.sampler import random_key
+from batchgen.engine.types import RequestOutput, SamplingParams
+from tests.engine.mock import ByteDetokenizer, Draw, HashModel, Rig, letters, prompt_table, trie_size
+
+VOCAB = 30
+CONTEXT = 300
+AMPLE = 1_000_000
+MOST_STEPS = 150
+MODEL, DETOKENIZER = HashModel(VOCAB), letters(VOCAB)
+REPEATABLE = settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A table, what its rows want, and the limits to run it under."""
+
+    prompts: list[tuple[int, ...]]
+    wishes: list[RowWish]
+    page_size: int
+    spare_pages: int
+    max_batch_tokens: int
+    max_num_seqs: int
+    sharing: bool
+
+    @property
+    def num_pages(self) -> int:
+        """What the longest row needs alone, and the spare ones, up to what all answers need at once."""
+        room = [len(p) + max(w.params.max_tokens - 1, 0) for p, w in zip(self.prompts, self.wishes, strict=True)]
+        pages = [-(-tokens // self.page_size) for tokens in room]
+        copies = 2  # a page in place of one shared inside it, which is kept until the step's end
+        all_at_once = sum(w.n * (count + copies) for w, count in zip(self.wishes, pages, strict=True))
+        return min(max(pages) + self.spare_pages, max(pages) + all_at_once)
+
+    @property
+    def runs(self) -> list[tuple[int, ...]]:
+        """Prompts of the rows for which anything has to be computed."""
+        return [p for p, w in zip(self.prompts, self.wishes, strict=True) if w.params.max_tokens]
+
+    @property
+    def most_steps(self) -> int:
+        """In every step at least the oldest sequence advances."""
+        return sum(w.n * (len(p) + w.params.max_tokens) for p, w in zip(self.prompts, self.wishes, strict=True)) + 1
+
+
+# Runs of equal tokens with lengths around the page sizes: prefixes of prefixes, many of them equal.
+SEGMENT = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 7, 31, 32, 33, 64]))
+PROMPT = st.lists(SEGMENT, min_size=1, max_size=3).map(lambda runs: tuple(t for t, count in runs for _ in range(count)))
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([0, 1, 1, 2, 3, 8, 40]),
+    temperature=st.sampled_from([0.0, 0.0, 0.7]),
+    seed=st.integers(0, 1),
+    stop=st.sampled_from([(), (), ("q",), ("ab", "b", "z")]),
+    ignore_eos=st.booleans(),
+    min_tokens=st.sampled_from([0, 0, 3]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.25]),
+)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    pool = draw(st.lists(PROMPT, min_size=1, max_size=8, unique=True))
+    prompts = draw(st.lists(st.sampled_from(pool), min_size=1, max_size=14))
+    params = draw(st.lists(PARAMS, min_size=1, max_size=3))
+    own_seed = draw(st.booleans())
+    wish = st.builds(RowWish, st.sampled_from(params), st.sampled_from([1, 1, 1, 2, 5]), st.just(own_seed))
+    wishes = draw(st.lists(wish, min_size=len(prompts), max_size=len(prompts)))
+    tokens = sum(w.n * (len(p) + w.params.max_tokens) for p, w in zip(prompts, wishes, strict=True))
+    batch_tokens = draw(st.sampled_from([1, 2, 7, 31, 32, 33, 64, 100, 500]))
+    return Job(
+        prompts,
+        wishes,
+        page_size=draw(st.sampled_from([4, 32, 32, 64])),
+        spare_pages=draw(st.sampled_from([0, 1, 2, 3, 5, 9, 20, AMPLE])),
+        max_batch_tokens=max(batch_tokens, tokens // MOST_STEPS),  # one token a step takes a small table
+        max_num_seqs=draw(st.integers(1, 20)),
+        sharing=draw(st.booleans()),
+    )
+
+
+def sample_numbers(job: Job) -> dict[tuple[int, int], int]:
+    """The k-th of several equal rows draws from the k-th streams; a row with a seed of its own from the first."""
+    return {
+        (row, k): k + sum(
+            earlier.n
+            for other, earlier in zip(job.prompts[:row], job.wishes[:row], strict=True)
+            if not wish.own_seed and other == job.prompts[row] and earlier.params == wish.params
+        )
+        for row, wish in enumerate(job.wishes)
+        for k in range(wish.n)
+    }  # fmt: skip
+
+
+def draw_alone(context: tuple[int, ...], prompt: tuple[int, ...], params: SamplingParams, number: int) -> Draw:
+    """What a draw must look like, by the parameters."""
+    p, index = params, len(context) - len(prompt)
+    key = random_key(np.array(prompt, np.int32), p)
+    random = None if p.greedy else (key, number, index, p.temperature, p.top_k, p.top_p, p.min_p)
+    penalties = (len(prompt), p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+    return Draw(context, random, penalties if p.has_penalties else None, (0,) if index < p.min_tokens else ())
+
+
+def new_stop(before: str, text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    """The first stop string, the longest one there, that ends after `before`; with its place."""
+    found = [(at, s) for s in stops for at in range(len(text)) if text.startswith(s, at) and at + len(s) > len(before)]
+    return min(found, key=lambda hit: (hit[0], -len(hit[1])), default=None)
+
+
+def answer_alone(prompt: tuple[int, ...], params: SamplingParams, number: int) -> RequestOutput:
+    """The answer to a row by the definition, without an engine."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    text, reason, stop = "", "length", None
+    while len(ids) < params.max_tokens and reason == "length":
+        token, logprob = MODEL(draw_alone(prompt + tuple(ids), prompt, params, number))
+        ids.append(token)
+        logprobs.append(logprob)
+        before, text = text, DETOKENIZER.decode(np.array(ids, np.int32))
+        hit = new_stop(before, text, params.stop) if len(ids) >= params.min_tokens else None
+        if token == 0 and not params.ignore_eos:
+            reason = "stop"
+        elif hit is not None:
+            reason, text, stop = "stop", text[: hit[0]], hit[1]
+    tokens, logs = np.array(ids, np.int32), np.array(logprobs, np.float32)
+    return RequestOutput(0, 0, reason, text, stop, len(prompt), token_ids=tokens, logprobs=logs)  # type: ignore[arg-type]
+
+
+def content(output: RequestOutput) -> tuple[object, ...]:
+    """What must not depend on anything but the row."""
+    bits = output.logprobs.view(np.uint32).tolist()
+    return (
+        output.finish_reason,
+        output.text,
+        output.stop_reason,
+        output.num_prompt_tokens,
+        output.token_ids.tolist(),
+        bits,
+    )
+
+
+def rig_for(job: Job, detokenizer: ByteDetokenizer = DETOKENIZER) -> Rig:
+    return Rig(
+        MODEL,
+        detokenizer,
+        job.max_batch_tokens,
+        job.max_num_seqs,
+        job.num_pages,
+        job.page_size,
+        CONTEXT,
+        VOCAB,
+        job.sharing,
+    )
+
+
+def run_job(job: Job) -> Rig:
+    table = prompt_table(job.prompts)
+    rig = rig_for(job)
+    rig.run(make_requests(table, plan_prefixes(table), job.wishes.__getitem__, sharing=job.sharing), job.most_steps)
+    return rig
+
+
+def check_times(output: RequestOutput) -> None:
+    stamps = [output.arrived_ns, output.scheduled_ns, output.first_token_ns, output.finished_ns]
+    assert stamps == sorted(stamps)
+    assert len(output.token_ids) == len(output.logprobs) == len(output.token_steps) == len(output.token_times)
+    assert (np.diff(output.token_steps) > 0).all() and (np.diff(output.token_times) > 0).all()
+    if len(output.token_ids):
+        assert (output.first_token_ns, output.finished_ns) == (output.token_times[0], output.token_times[-1])
+
+
+@settings(REPEATABLE, max_examples=200)
+@given(jobs())
+def test_every_row_is_answered_once_as_if_it_were_alone(job: Job) -> None:
+    rig, numbers = run_job(job), sample_numbers(job)
+    assert rig.outputs.keys() == numbers.keys()
+    for (row, k), output in rig.outputs.items():
+        wish = job.wishes[row]
+        assert content(output) == content(answer_alone(job.prompts[row], wish.params, numbers[row, k]))
+        assert not len(output.token_ids) or output.num_cached_tokens <= output.num_prompt_tokens
+        check_times(output)
+
+
+@settings(REPEATABLE, max_examples=80)
+@given(jobs())
+def test_nothing_is_computed_twice(job: Job) -> None:
+    """With memory enough, as many prompt tokens are computed as the trie of prompts has nodes."""
+    job = Job(**{**vars(job), "spare_pages": AMPLE, "sharing": True})
+    rig = run_job(job)
+    assert rig.engine.scheduler.preemptions == 0
+    assert rig.prefill_tokens == trie_size(job.runs)
+    cached = {
+        job.prompts[row]: output.num_cached_tokens for (row, _), output in rig.outputs.items() if len(output.token_ids)
+    }
+    assert rig.prefill_tokens == sum(len(prompt) - cached[prompt] for prompt in set(job.runs))
+    assert rig.engine.scheduler.cached_prompt_tokens == sum(cached.values())
+
+
+@settings(REPEATABLE, max_examples=40)
+@given(jobs())
+def test_without_sharing_every_answer_computes_its_prompt(job: Job) -> None:
+    job = Job(**{**vars(job), "spare_pages": AMPLE, "sharing": False})
+    rig = run_job(job)
+    computed = [w.n * len(p) for p, w in zip(job.prompts, job.wishes, strict=True) if w.params.max_tokens]
+    assert rig.prefill_tokens == sum(computed)
+    assert all(output.num_cached_tokens == 0 for output in rig.outputs.values())
+    assert all(len(batch.shared_runs) == 0 for batch in rig.backend.batches)
+
+
+@settings(REPEATABLE, max_examples=40)
+@given(jobs(), st.randoms(use_true_random=False))
+def test_row_order_changes_nothing(job: Job, random: object) -> None:
+    """Rows in another order; equal rows keep theirs, since the k-th of them is the k-th."""
+    order = list(range(len(job.prompts)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    first = {
+        row: min(
+            r for r in order if (job.prompts[r], job.wishes[r].params) == (job.prompts[row], job.wishes[row].params)
+        )
+        for row in order
+    }
+    order = sorted(order, key=lambda row: (order.index(first[row]), row))
+    arrays = [np.array(job.prompts[row], np.int32) for row in order]
+    table = PromptTable.from_prompts(arrays, np.array(order))
+    rig = rig_for(job)
+    rig.run(make_requests(table, plan_prefixes(table), lambda i: job.wishes[order[i]], sharing=job.sharing))
+    expected = run_job(job).outputs
+    assert {key: content(o) for key, o in rig.outputs.items()} == {key: content(o) for key, o in expected.items()}

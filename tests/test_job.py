@@ -1,0 +1,242 @@
+"""Whole jobs on the real model: every row once, nothing changed on its way through, the same bits whatever happens."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.runner import plan_job
+from tests.conftest import DATA, ROOT
+
+FAST = {"max_batch_tokens": 1024}
+ANSWER = ["text", "token_ids", "finish_reason", "stop_reason", "num_generated_tokens", "cumulative_logprob", "error"]
+
+
+def results(spec: Any) -> pl.DataFrame:
+    return pl.read_parquet(Path(spec.output.path) / "results" / "*.parquet")
+
+
+def job(spec: Any) -> dict[str, Any]:
+    return json.loads((Path(spec.output.path) / "job.json").read_text())
+
+
+def answers(spec: Any, key: str = "row_index") -> list[tuple[Any, ...]]:
+    """What a row got, floats by their bits, ordered by the row's key."""
+    frame = results(spec).sort(key, "sample_index")
+    bits = frame["cumulative_logprob"].to_numpy().view(np.int64)
+    columns = [frame[name].to_list() for name in (key, "sample_index", *ANSWER) if name != "cumulative_logprob"]
+    return list(zip(*columns, bits.tolist(), strict=True))
+
+
+def test_annotate_computes_what_the_plan_says(make_spec, run) -> None:
+    spec = make_spec(
+        input={"path": str(ROOT / "jobs/data/annotate.parquet"), "messages": "messages"},
+        sampling={"max_tokens": 4},
+        output={"timings": "token"},
+    )
+    planned, summary = plan_job(spec), run(spec)
+    assert (summary.rows, summary.failed_rows) == (60, 0)
+    totals = job(spec)["totals"]
+    assert totals["computed_prompt_tokens"] == planned.distinct_prompt_tokens < planned.prompt_tokens
+    assert totals["prompt_tokens"] == planned.prompt_tokens == results(spec)["num_prompt_tokens"].sum()
+    assert planned.prompt_tokens - results(spec)["num_cached_tokens"].sum() == planned.distinct_prompt_tokens
+    check_timings(spec, totals)
+    check_steps(spec)
+
+
+def check_timings(spec: Any, totals: dict[str, Any]) -> None:
+    timings = pl.read_parquet(Path(spec.output.path) / "timings" / "*.parquet")
+    answers = results(spec)
+    assert timings.height == totals["generated_tokens"] == answers["num_generated_tokens"].sum()
+    rows = timings.sort("row_index", "token_index").group_by("row_index", maintain_order=True).agg("token_id")
+    assert rows["token_id"].to_list() == answers["token_ids"].to_list()
+    by_row = timings.group_by("row_index").agg(pl.col("logprob").cast(pl.Float64).sum()).sort("row_index")
+    np.testing.assert_allclose(by_row["logprob"], answers["cumulative_logprob"], rtol=1e-12)
+    assert timings.sort("row_index", "token_index")["t_ns"].to_list() != []
+    assert (timings.sort("row_index", "token_index").group_by("row_index").agg(
+        pl.col("t_ns").diff().drop_nulls().min())["t_ns"] > 0).all()  # fmt: skip
+    assert timings.filter(pl.col("phase") == "prefill").height == answers.height
+
+
+def check_steps(spec: Any) -> None:
+    steps = pl.read_parquet(Path(spec.output.path) / "steps" / "*.parquet").sort("step")
+    parts = steps.select(pl.sum_horizontal("schedule_ns", "forward_ns", "sample_ns", "write_ns")).to_series()
+    assert (parts == steps["duration_ns"]).all()
+    ends = steps["start_ns"] + steps["duration_ns"]
+    assert (steps["start_ns"][1:] >= ends[:-1]).all()
+    assert steps["step"].to_list() == list(range(steps.height))
+    covered = steps["duration_ns"].sum() / (ends[-1] - steps["start_ns"][0])
+    assert covered > 0.95  # between steps there is next to nothing
+
+
+def test_edge_cases_give_one_result_each_and_pass_through_unchanged(make_spec, run) -> None:
+    path = DATA / "io" / "edge_cases.parquet"
+    spec = make_spec(input={"path": str(path), "prompt": "{{ prompt }}", "chat": False}, sampling={"max_tokens": 2})
+    summary = run(spec)
+    source, found = pq.read_table(path), pq.read_table(Path(spec.output.path) / "results")
+    assert found.num_rows == source.num_rows == 43
+    for name in source.schema.names:
+        assert found.schema.field(name).equals(source.schema.field(name), check_metadata=True), name
+        assert chunks(found[name]).equals(chunks(source[name])) or name.startswith("score"), name
+    for name in ("score", "score32"):
+        assert chunks(found[name]).to_numpy(False).tobytes() == chunks(source[name]).to_numpy(False).tobytes()
+    errors = {row["case"]: row["error"] for row in results(spec).iter_rows(named=True) if row["error"]}
+    assert errors["null_prompt"]["code"] == "prompt_missing" and "prompt is null" in errors["null_prompt"]["message"]
+    assert errors["empty_prompt"]["code"] == "prompt_missing"
+    assert len(errors) == summary.failed_rows
+    equal = (
+        results(spec).filter(pl.col("finish_reason") != "error").group_by("prompt").agg(pl.col("token_ids").n_unique())
+    )
+    assert (equal["token_ids"] == 1).all()
+
+
+def chunks(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays([c.dictionary_decode() if isinstance(c, pa.DictionaryArray) else c for c in column.chunks])
+
+
+def test_hive_folders_and_null_typed_columns(make_spec, run) -> None:
+    spec = make_spec(
+        input={"path": str(DATA / "io" / "edge_hive"), "prompt": "{{ lang }}: {{ prompt }}"}, sampling={"max_tokens": 1}
+    )
+    run(spec)
+    assert results(spec)["lang"].to_list() == ["de"] * 6 + ["en"] * 6
+    assert results(spec)["row_index"].to_list() == list(range(12))
+
+
+def test_prompts_that_do_not_fit_are_errors_that_say_so(make_spec, run) -> None:
+    spec = make_spec(input={"path": str(DATA / "job" / "overlong.parquet"), "prompt": "{{ prompt }}"})
+    summary = run(spec)
+    assert (summary.rows, summary.failed_rows) == (6, 6)
+    assert set(results(spec)["error"].struct.field("code")) == {"prompt_too_long"}
+    assert all("the model's context holds 8192" in text for text in results(spec)["error"].struct.field("message"))
+
+
+def small_table(tmp_path: Path, count: int = 20) -> Path:
+    """Chat rows that share prefixes, some of them twice, with a key of their own."""
+    frame = pl.read_parquet(ROOT / "jobs/data/annotate.parquet")
+    frame = frame.filter(
+        pl.col("messages").list.eval(pl.element().struct.field("content").str.len_chars()).list.sum() < 1100
+    )
+    frame = pl.concat([frame.head(count - 3), frame.head(3)]).with_columns(key=pl.int_range(pl.len()))
+    frame.write_parquet(tmp_path / "small.parquet")
+    return tmp_path / "small.parquet"
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one sequence at a time": {"engine": {"max_num_seqs": 1}},
+    "seven sequences": {"engine": {"max_num_seqs": 7}},
+    "small chunks": {"engine": {"max_batch_tokens": 50}},
+    "no sharing": {"engine": {"prefix_sharing": False}},
+    "one thread": {"engine": {"threads": 1}},
+    "little memory": {"engine": {"kv_memory": "9MiB"}},
+    "large pages": {"engine": {"page_size": 64}},
+}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "n": 2, "repetition_penalty": 1.1}])
+def test_the_same_bits_whatever_the_batch(make_spec, run, tmp_path: Path, sampling: dict[str, Any]) -> None:
+    table, sampling = small_table(tmp_path), {"max_tokens": 34, "seed": 3, **sampling}
+
+    def spec(name: str, path: Path = table, **sections: Any) -> Any:
+        return make_spec(name, input={"path": str(path), "messages": "messages"}, sampling=sampling, **sections)
+
+    base = spec("base")
+    run(base)
+    wanted = answers(base)
+    assert len(wanted) == 20 * sampling.get("n", 1)
+    for number, (title, sections) in enumerate(SETTINGS.items()):
+        other = spec(f"other-{number}", **sections)
+        run(other)
+        assert answers(other) == wanted, title
+        if title == "little memory":
+            assert job(other)["preemptions"] > 0
+    shuffled = tmp_path / "shuffled.parquet"
+    unique = pl.read_parquet(table).head(17)
+    unique.sample(fraction=1, shuffle=True, seed=1).write_parquet(shuffled)
+    unique.write_parquet(tmp_path / "unique.parquet")
+    first, second = spec("unique", tmp_path / "unique.parquet"), spec("shuffled", shuffled)
+    run(first), run(second)
+    assert answers(first, "key") == answers(second, "key")
+
+
+def test_killed_and_resumed_gives_the_same_bits(make_spec, run, tmp_path: Path) -> None:
+    table = small_table(tmp_path)
+    sections: dict[str, Any] = {
+        "input": {"path": str(table), "messages": "messages"},
+        "sampling": {"max_tokens": 24},
+        "engine": {"max_num_seqs": 2},
+    }
+    whole = make_spec("whole", **{**sections, "engine": {}})
+    run(whole)
+    spec = make_spec("killed", **sections, output={"path": str(tmp_path / "killed"), "part_rows": 2})
+    kills = kill_and_resume(tmp_path / "killed.yaml", Path(spec.output.path))
+    assert kills >= 2
+    assert answers(spec) == answers(whole)
+    assert job(spec)["totals"]["rows"] == 20
+    steps = pl.read_parquet(Path(spec.output.path) / "steps" / "*.parquet")
+    assert steps["step"].is_unique().all()
+
+
+def kill_and_resume(spec: Path, output: Path) -> int:
+    """Start the job, kill it as soon as it has committed another part, start it again; returns the number of kills."""
+    manifest, kills, seen = output / ".work" / "manifest.jsonl", 0, 0
+    while True:
+        process = subprocess.Popen([sys.executable, "-m", "batchgen.cli", "run", str(spec), "--quiet"])
+        while process.poll() is None:
+            size = manifest.stat().st_size if manifest.exists() else 0
+            if size > seen and kills < 3:
+                seen, kills = size, kills + 1
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+            time.sleep(0.005)
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0
+            return kills
+
+
+def test_interrupted_keeps_what_is_finished_and_goes_on(make_spec, run, tmp_path: Path) -> None:
+    spec = make_spec(
+        input={"path": str(small_table(tmp_path)), "messages": "messages"},
+        sampling={"max_tokens": 4},
+        engine={"max_num_seqs": 4},
+    )
+    calls = iter(range(10**6))
+    first = run(spec, stop=lambda: next(calls) > 8)
+    assert first.interrupted and 0 < first.rows < 20
+    second = run(spec)
+    assert not second.interrupted and second.rows == 20
+    third = run(spec)
+    assert third.already_done and third.rows == 20
+
+
+def test_an_empty_table_gives_an_empty_result(make_spec, run, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    spec = make_spec(input={"path": str(tmp_path / "none.parquet"), "prompt": "{{ prompt }}"})
+    assert run(spec).rows == 0
+    assert results(spec).height == 0
+
+
+def test_per_row_parameters_and_stop_strings(make_spec, run, tmp_path: Path) -> None:
+    frame = pl.DataFrame({"q": ["1, 2, 3, 4,"] * 4, "most": [3, 0, 8, -1], "end": ["zzz", "zzz", "6", "zzz"]})
+    frame.write_parquet(tmp_path / "rows.parquet")
+    spec = make_spec(
+        input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False},
+        sampling={"max_tokens": "{{ most }}", "stop": "{{ end }}", "ignore_eos": True},
+    )
+    summary = run(spec)
+    rows = results(spec).sort("row_index").to_dicts()
+    assert [row["num_generated_tokens"] for row in rows[:2]] == [3, 0]
+    assert rows[2]["finish_reason"] == "stop" and rows[2]["stop_reason"] == "6" and "6" not in rows[2]["text"]
+    assert rows[2]["text"].startswith(rows[0]["text"])
+    assert rows[3]["error"]["code"] == "schema_error" and "'most'" in rows[3]["error"]["message"]
+    assert summary.failed_rows == 1
