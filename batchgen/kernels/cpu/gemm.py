@@ -56,20 +56,22 @@ def prefetch_kilobyte(address):
 def block_amx(a, b, k_tiles, two, c, ahead):
     """C block on tile registers: rows of `a` (two tiles when `two`), the two panels at `b`.
 
-    Along the way it prefetches `k_tiles` kilobytes at `ahead`, where the caller's next weights lie.
+    Along the way it prefetches `k_tiles` kilobytes at `ahead`, where the caller's next weights lie; 0: nothing.
     """
     a1, b1 = a + k_tiles * 1024, b + k_tiles * 1024
     tiles.zero0(), tiles.zero1()
     if two:
         tiles.zero2(), tiles.zero3()
         for k in range(0, k_tiles * 1024, 1024):
-            prefetch_kilobyte(ahead + k)
+            if ahead:
+                prefetch_kilobyte(ahead + k)
             tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64), tiles.load5(a1 + k, 64)
             tiles.dot_046(), tiles.dot_147(), tiles.dot_256(), tiles.dot_357()
         tiles.store2(c + 2048, 128), tiles.store3(c + 2112, 128)
     else:
         for k in range(0, k_tiles * 1024, 1024):
-            prefetch_kilobyte(ahead + k)
+            if ahead:
+                prefetch_kilobyte(ahead + k)
             tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64)
             tiles.dot_046(), tiles.dot_147()
     tiles.store0(c, 128), tiles.store1(c + 64, 128)

@@ -72,8 +72,8 @@ STEP_DTYPE = np.dtype(
 )
 
 COUNTERS_PER_OP = 8
-ROW_CHUNK = 256
-"""Rows of A that stay in a core's second-level cache while the weights pass by."""
+CHUNK_BYTES = 1 << 19
+"""Of activations that stay in a core's second-level cache while the weights pass by."""
 HEAD_PAIRS = 8
 """Column pairs of the output head per work item."""
 PARTIAL_FIELDS = 4
@@ -145,19 +145,42 @@ def swiglu(gate, up):
 
 
 @njit(nogil=True)
+def store_block(c, target, stride, rows):
+    """A 32-column block of float32 to `target`, rows `stride` bytes apart."""
+    for r in range(rows):
+        simd.store(target, simd.load(c))
+        simd.store(target + 64, simd.load(c + 64))
+        c, target = c + 128, target + stride
+
+
+@njit(nogil=True)
+def add_block(c, target, stride, rows):
+    for r in range(rows):
+        simd.store(target, simd.load(c) + simd.load(target))
+        simd.store(target + 64, simd.load(c + 64) + simd.load(target + 64))
+        c, target = c + 128, target + stride
+
+
+@njit(nogil=True)
+def swiglu_block(c, target, tile_stride, rows, is_bf16):
+    """SwiGLU of a block's two halves into sixteen columns of an activation, from the top of a tile on."""
+    size = 2 if is_bf16 else 4
+    for r in range(rows):
+        place = target + r // 16 * tile_stride + r % 16 * 32 * size
+        store_any(place, swiglu(simd.load(c), simd.load(c + 64)), is_bf16)
+        c += 128
+
+
+@njit(nogil=True)
 def finish_block(op, model, c, row, rows, pair):
     """Epilogue of one 32 x 32 block: store, add to the residual, or SwiGLU into the next activation."""
-    for r in range(rows):
-        left, right = simd.load(c + r * 128), simd.load(c + r * 128 + 64)
-        if op.code == LINEAR_SWIGLU:
-            size = 2 if model.act_bf16 else 4
-            store_any(tile_address(op.out, row + r, pair * 16, op.n, size), swiglu(left, right), model.act_bf16)
-        else:
-            target = op.out + ((row + r) * op.ld + pair * 32) * 4
-            if op.code == LINEAR_ADD:
-                left, right = left + simd.load(target), right + simd.load(target + 64)
-            simd.store(target, left)
-            simd.store(target + 64, right)
+    if op.code == LINEAR_SWIGLU:
+        size = 2 if model.act_bf16 else 4
+        swiglu_block(c, tile_address(op.out, row, pair * 16, op.n, size), op.n * 16 * size, rows, model.act_bf16)
+    elif op.code == LINEAR_ADD:
+        add_block(c, op.out + (row * op.ld + pair * 32) * 4, op.ld * 4, rows)
+    else:
+        store_block(c, op.out + (row * op.ld + pair * 32) * 4, op.ld * 4, rows)
 
 
 @njit(nogil=True)
@@ -167,17 +190,31 @@ def pair_bytes(model, k):
 
 
 @njit(nogil=True)
+def row_chunk(op, model):
+    """Rows of the left operand that a work item takes at a time; decided by shapes alone."""
+    return max(64, CHUNK_BYTES // (op.k * (2 if model.act_bf16 else 4)) // 32 * 32)
+
+
+@njit(nogil=True)
+def count_chunks(op, model, rows):
+    chunk = row_chunk(op, model)
+    return (rows + chunk - 1) // chunk
+
+
+@njit(nogil=True)
 def linear_item(op, model, rows, item, scratch):
-    """One pair of weight panels times up to ROW_CHUNK rows."""
+    """One pair of weight panels times a chunk of rows."""
     size = 2 if model.act_bf16 else 4
     pairs = (2 * op.n if op.code == LINEAR_SWIGLU else op.n) // 32
-    first, pair = (item // pairs) * ROW_CHUNK, item % pairs
+    chunk = row_chunk(op, model)
+    first, pair = (item // pairs) * chunk, item % pairs
     weight = op.w + pair * pair_bytes(model, op.k)
     ahead = weight + model.threads * pair_bytes(model, op.k)
-    for row in range(first, min(rows, first + ROW_CHUNK), 32):
+    for row in range(first, min(rows, first + chunk), 32):
         count = min(32, rows - row)
         gemm.block(model.kernel, op.x + (row // 16) * op.k * 16 * size, weight, op.k // 32, count, scratch, ahead)
-        ahead += op.k * 32
+        # Two blocks fetch the next weights, a panel each; with fewer rows the second panel is left to the processor.
+        ahead = ahead + op.k * 32 if row == first else 0
         finish_block(op, model, scratch, row, count, pair)
 
 
@@ -463,9 +500,10 @@ def head_item(op, model, rows, item, needs_logits, scratch):
     """A group of the output head's columns: per row its maximum, where that is, and the sum of exponentials."""
     size = 2 if model.act_bf16 else 4
     groups = head_groups(op)
-    first, group = (item // groups) * ROW_CHUNK, item % groups
+    chunk = row_chunk(op, model)
+    first, group = (item // groups) * chunk, item % groups
     begin, end = group * HEAD_PAIRS, min(op.n // 32, (group + 1) * HEAD_PAIRS)
-    for row in range(first, min(rows, first + ROW_CHUNK), 32):
+    for row in range(first, min(rows, first + chunk), 32):
         count = min(32, rows - row)
         for pair in range(begin, end):
             weight = op.w + pair * pair_bytes(model, op.k)
@@ -544,13 +582,13 @@ def count_items(op, model, step):
     if op.code == EMBED or op.code == NORM or op.code == ROPE:
         return (rows + 15) // 16
     if op.code == LINEAR or op.code == LINEAR_ADD:
-        return (rows + ROW_CHUNK - 1) // ROW_CHUNK * (op.n // 32)
+        return count_chunks(op, model, rows) * (op.n // 32)
     if op.code == LINEAR_SWIGLU:
-        return (rows + ROW_CHUNK - 1) // ROW_CHUNK * (op.n // 16)
+        return count_chunks(op, model, rows) * (op.n // 16)
     if op.code == CLEAR:
         return step.cleared * model.layers
     if op.code == HEAD:
-        return (rows + ROW_CHUNK - 1) // ROW_CHUNK * head_groups(op)
+        return count_chunks(op, model, rows) * head_groups(op)
     if op.code == PICK:
         return rows
     return step.samples
