@@ -147,7 +147,7 @@ def swiglu(gate, up):
 @njit(nogil=True)
 def store_block(c, target, stride, rows):
     """A 32-column block of float32 to `target`, rows `stride` bytes apart."""
-    for r in range(rows):
+    for _ in range(rows):
         simd.store(target, simd.load(c))
         simd.store(target + 64, simd.load(c + 64))
         c, target = c + 128, target + stride
@@ -155,7 +155,7 @@ def store_block(c, target, stride, rows):
 
 @njit(nogil=True)
 def add_block(c, target, stride, rows):
-    for r in range(rows):
+    for _ in range(rows):
         simd.store(target, simd.load(c) + simd.load(target))
         simd.store(target + 64, simd.load(c + 64) + simd.load(target + 64))
         c, target = c + 128, target + stride
