@@ -9,6 +9,9 @@ from batchgen.engine.sampler import SamplerInputs
 from batchgen.engine.scheduler import StepPlan
 from batchgen.kernels.base import StepBatch
 
+MAX_LEVELS = 32
+"""Of nested prefixes that are looked into when neighbours are grouped."""
+
 
 def build_batch(plan: StepPlan, sampling: SamplerInputs, page_size: int, prefix_sharing: bool) -> StepBatch:
     """Arrays of one step; see `StepBatch`."""
@@ -57,24 +60,27 @@ def _shared_runs(
     equal = np.logical_and.accumulate(tables[1:] == tables[:-1], axis=1).sum(axis=1)
     common = np.minimum(equal, np.minimum(full[1:], full[:-1]))
     runs: list[tuple[int, int, int]] = []
-    _best_runs(common, 0, len(starts), runs)
+    _best_runs(common, 0, len(starts), runs, MAX_LEVELS)
     return np.array(runs, np.int32).reshape(-1, 3)
 
 
-def _best_runs(common: NDArray[np.int64], first: int, end: int, runs: list[tuple[int, int, int]]) -> int:
-    """Append the groups of [first, end) that save the most page reads; returns how many."""
+def _best_runs(common: NDArray[np.int64], first: int, end: int, runs: list[tuple[int, int, int]], levels: int) -> int:
+    """Append groups of [first, end) that save many page reads; returns how many.
+
+    Either the whole is a group, or it is cut where its members have least in common, whichever saves more.
+    """
     if end - first < 2:
         return 0
     inside = common[first : end - 1]
     pages = int(inside.min())
     whole = pages * (end - first - 1)
-    if pages == inside.max():
+    if pages == inside.max() or not levels:
         if pages:
             runs.append((first, end, pages))
         return whole
     parts: list[tuple[int, int, int]] = []
     cuts = [first, *(first + 1 + np.flatnonzero(inside == pages)).tolist(), end]
-    saved = sum(_best_runs(common, a, b, parts) for a, b in pairwise(cuts))
+    saved = sum(_best_runs(common, a, b, parts, levels - 1) for a, b in pairwise(cuts))
     if saved > whole:
         runs.extend(parts)
         return saved

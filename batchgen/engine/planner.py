@@ -94,7 +94,7 @@ def _common_prefixes(table: PromptTable, order: NDArray[np.int64]) -> NDArray[np
     starts, lengths = table.offsets[:-1][order], table.lengths[order]
     shared = np.zeros(len(order), np.int64)
     undecided = np.arange(1, len(order))
-    while len(undecided):
+    while len(undecided) and len(table.tokens):
         at = shared[undecided]
         limit = np.minimum(lengths[undecided], lengths[undecided - 1]) - at
         window = np.arange(COMPARE_TOKENS)
@@ -138,15 +138,16 @@ class Admission:
 
 
 def pages_at_once(plan: PrefixPlan, new_tokens: NDArray[np.int64], page_size: int, max_num_seqs: int) -> int:
-    """KV pages that `max_num_seqs` neighbours of the plan need at most, `new_tokens` generated (in plan order).
+    """About how many KV pages keep `max_num_seqs` requests going; `new_tokens` generated per row, in plan order.
 
-    Their own pages, and those of the longest prefix that they can share with what ran before.
+    The own pages of as many neighbours in the plan, and those of the longest prefix that they can share with what ran
+    before. Rows that answer much longer than their neighbours can make it more.
     """
     if not len(plan.order):
         return 0
     own = -(-(plan.lengths + new_tokens) // page_size) - plan.shared // page_size + 1
-    total = np.concatenate([[0], np.cumsum(own)])
-    width = min(max_num_seqs, len(own))
+    total = np.concatenate([[0], np.cumsum(own)])[[*np.flatnonzero(~plan.repeats), len(own)]]
+    width = min(max_num_seqs, len(total) - 1)
     return int((total[width:] - total[:-width]).max() + -(-plan.lengths.max() // page_size))
 
 
@@ -183,9 +184,10 @@ def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], 
     targets: dict[tuple[SamplingParams, int], list[tuple[int, int]]] = {}
     for position in members:
         row, asked = int(table.row_index[position]), wish(position)
-        first = 0 if asked.own_seed else numbers.get(asked.params, 0)
-        numbers[asked.params] = first + asked.n
+        params = asked.params.without_unused()
+        first = 0 if asked.own_seed else numbers.get(params, 0)
+        numbers[params] = first + asked.n
         for k in range(asked.n):
-            number = 0 if asked.params.greedy else first + k
-            targets.setdefault((asked.params, number), []).append((row, k))
+            number = 0 if params.greedy else first + k
+            targets.setdefault((params, number), []).append((row, k))
     return tuple(Sample(params, tuple(rows), number) for (params, number), rows in targets.items())

@@ -1,7 +1,7 @@
 """What each draw needs: parameters, random key, tokens that penalties look at, tokens that are forbidden."""
 
 import hashlib
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ class SamplerInputs:
 def random_key(prompt: NDArray[np.int32], params: SamplingParams) -> int:
     """64 bits from the seed, the prompt's tokens and the parameters: nothing about where the row stands."""
     digest = hashlib.blake2b(prompt.astype("<i4").tobytes(), digest_size=8)
-    digest.update(repr(astuple(params)).encode())
+    given = [(f.name, getattr(params, f.name)) for f in fields(params) if getattr(params, f.name) != f.default]
+    digest.update(repr(given).encode())  # without defaults, so that a new parameter changes nobody's answers
     return int.from_bytes(digest.digest(), "little")
 
 

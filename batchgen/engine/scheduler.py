@@ -164,7 +164,7 @@ class Scheduler:
         """Free pages for `count` more tokens; False when the sequence itself had to be set back."""
         while self._missing_pages(sequence, count) > self.blocks.num_free:
             if self._frontier is not None and self._frontier.held:
-                self._drop_frontier()
+                self.drop_frontier()
                 continue
             victim = self._running[-1]
             self._preempt(victim)
@@ -212,15 +212,13 @@ class Scheduler:
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
         while self._waiting and len(self._running) < self._max_num_seqs and plan.num_tokens < self._max_batch_tokens:
             sequence = self._waiting[0]
-            if self._must_wait(sequence):
-                break
             self._attach(sequence)
             count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
             if not self._fits(sequence):
                 self._detach(sequence)
                 if self._running or self._frontier is None:
                     break
-                self._drop_frontier()
+                self.drop_frontier()
                 continue
             self._waiting.popleft()
             self.cached_prompt_tokens += 0 if sequence.scheduled_ns else sequence.num_cached_tokens
@@ -236,15 +234,12 @@ class Scheduler:
         shared = common_prefix(sequence.request.prompt_token_ids, self._frontier.sequence.request.prompt_token_ids)
         return min(shared, sequence.num_tokens - 1)
 
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether what it shares is still being computed, in a later step than this one."""
-        frontier = self._frontier
-        if frontier is None or frontier.held is not None:
-            return False
-        return self._shared_with_frontier(sequence) > frontier.valid
-
     def _attach(self, sequence: Sequence) -> None:
-        """Take a reference to the pages it shares with the frontier."""
+        """Take a reference to the pages it shares with the frontier.
+
+        All that it shares is computed, by this step at the latest: a prompt is only left unfinished when the step's
+        tokens are used up, and then nobody is admitted.
+        """
         if self._frontier is None:
             return
         shared = min(self._shared_with_frontier(sequence), self._frontier.valid)
@@ -252,7 +247,8 @@ class Scheduler:
         self.blocks.hold(pages)
         sequence.block_table = list(pages)
         sequence.num_computed_tokens = shared
-        sequence.num_cached_tokens = max(sequence.num_cached_tokens, shared)
+        if not sequence.scheduled_ns:  # what it finds after a preemption may be its own
+            sequence.num_cached_tokens = shared
 
     def _detach(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.block_table)
@@ -265,11 +261,12 @@ class Scheduler:
         return needed + len(self._running) <= self.blocks.num_free
 
     def _replace_frontier(self, sequence: Sequence) -> None:
-        self._drop_frontier()
+        self.drop_frontier()
         if self._sharing:
             self._frontier = Frontier(sequence, min(sequence.num_prompt_tokens, sequence.num_computed_tokens))
 
-    def _drop_frontier(self) -> None:
+    def drop_frontier(self) -> None:
+        """Let go of the pages that are kept for the next request, as when none will come."""
         if self._frontier is not None and self._frontier.held:
             self.blocks.release(self._frontier.held)
         self._frontier = None
@@ -321,11 +318,9 @@ class Scheduler:
         self._leave_pages(sequence)
 
     def end_step(self) -> None:
-        """The step's copies have been made: let go of their sources, and of all that is kept when nothing is left."""
+        """The step's copies have been made: let go of their sources."""
         self.blocks.release(self._copy_sources)
         self._copy_sources = []
-        if not self.has_work:
-            self._drop_frontier()
 
     def page_holders(self) -> Iterator[list[int]]:
         """Every list of pages that someone holds, for `BlockManager.check_integrity`."""

@@ -1,6 +1,6 @@
 """The values that travel through the engine. Names follow vLLM and OpenAI where they have one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -34,6 +34,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    def without_unused(self) -> "SamplingParams":
+        """Equal for parameters that give equal answers: greedy ones do not look at seed and filters."""
+        if not self.greedy:
+            return self
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
 
     @property
     def has_penalties(self) -> bool:

@@ -278,6 +278,7 @@ class Rig:
         while self.engine.has_work:
             assert len(self.records) <= max_steps, "the engine does not get on"
             self.step()
+        self.engine.scheduler.drop_frontier()  # nothing more comes
         assert self.engine.blocks.num_used == 0
         return self.outputs
 

@@ -1,6 +1,7 @@
 """Who runs when, what is shared, what is copied, who is set back."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def wish(max_tokens: int = 1, n: int = 1, temperature: float = 0.7) -> RowWish:
     return RowWish(SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True), n, False)
 
 
-def rig(**limits: int) -> Rig:
+def rig(**limits: Any) -> Rig:
     return Rig(HashModel(64), **limits)
 
 
@@ -93,7 +94,6 @@ def test_no_pages_are_kept_for_a_row_that_shares_nothing() -> None:
     r.run()
 
 
-@pytest.mark.xfail(strict=True, reason="what has been computed is dropped when a step finishes all that is submitted")
 def test_requests_submitted_between_steps_find_the_prefix() -> None:
     """A caller that keeps as many requests waiting as may run at once, as a job does."""
     r, seqs = rig(max_num_seqs=2), 2
@@ -104,6 +104,14 @@ def test_requests_submitted_between_steps_find_the_prefix() -> None:
         r.submit(itertools.islice(requests, seqs - r.engine.scheduler.num_waiting))
     assert len(r.outputs) == 6
     assert r.prefill_tokens == 64 + 6
+
+
+def test_requests_in_another_order_than_the_plan_share_what_they_can() -> None:
+    """The second is a prefix of the first: all but its last token, whose logits are wanted, is there."""
+    r = rig()
+    outputs = r.run(reversed(requests_for([[1] * 40, [1] * 50], wish())))
+    assert plans(r) == [[(0, 50), (39, 1)]]
+    assert outputs[0, 0].num_cached_tokens == 39
 
 
 # Chunked prefill
@@ -155,7 +163,6 @@ def test_samples_of_a_prompt_that_fills_its_pages_copy_nothing() -> None:
     assert r.copies == [[], [], []]
 
 
-@pytest.mark.xfail(strict=True, reason="the last sample copies too: the copies' sources count as shared in their step")
 def test_all_samples_but_one_copy_the_page_that_they_continue() -> None:
     r = rig()
     r.run(requests_for([[1] * 70], wish(max_tokens=3, n=4)))
@@ -204,6 +211,15 @@ def test_who_is_set_back_does_not_return_in_the_same_step() -> None:
     assert before == 1
 
 
+def test_who_is_set_back_comes_before_those_that_wait() -> None:
+    """Row 1 is set back to make room for row 0; when that has finished, it starts again ahead of row 2."""
+    r = rig(num_pages=4, max_num_seqs=2)
+    r.run(requests_for([[1] * 30, [2] * 30, [3]], [wish(64), wish(64), wish(1)]))
+    assert r.engine.scheduler.preemptions == 1
+    starts = [count for step in plans(r)[1:] for start, count in step if start == 0]
+    assert starts == [30 + 35, 1]
+
+
 def test_kept_pages_go_before_a_running_sequence_is_set_back() -> None:
     """Row 1 finishes and its page is kept for row 2, until row 0 needs it."""
     r = rig(num_pages=3, max_num_seqs=2)
@@ -235,7 +251,6 @@ def test_a_prompt_that_is_set_back_halfway_gives_its_kept_pages_when_they_are_ne
     assert r.prefill_tokens == 31 + 121 + 1 + 66
 
 
-@pytest.mark.xfail(strict=True, reason="a sequence that returns counts its own kept pages as another row's")
 def test_cached_tokens_are_those_that_another_row_computed() -> None:
     """Nobody shares a token with anybody here but the second row's own second try."""
     r = rig(num_pages=4)

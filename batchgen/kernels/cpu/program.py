@@ -393,7 +393,7 @@ def attend_on_tiles(op, model, positions, block_tables, item, kv_head, scratch):
         slot = b * 32
         page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
         keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
-        if b + 1 < item[attention.END]:
+        if rows < 16 and b + 1 < item[attention.END]:  # full tiles find their keys in the cache
             page = np.int64(block_tables[item[attention.SEQUENCE], (slot + 32) // model.page_size])
             ahead = block_address(model, op.layer, page, (slot + 32) % model.page_size, kv_head)
             for kilobyte in range(0, 2 * block_bytes(model), 1024):

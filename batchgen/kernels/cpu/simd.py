@@ -285,9 +285,10 @@ def store_pairs_bf16(typingctx, address, a, b):
 
     def codegen(context, builder, sig, args):
         address, a, b = args
-        low, high = (builder.zext(builder.bitcast(builder.fptrunc(v, VBF16), VI16), VI32) for v in (a, b))
-        pairs = builder.or_(low, builder.shl(high, int_constant(16)))
-        builder.store(pairs, pointer(builder, address, VI32)).align = 4
+        low, high = (builder.bitcast(builder.fptrunc(v, VBF16), VI16) for v in (a, b))
+        order = ir.Constant(ir.VectorType(I32, 32), [i // 2 + 16 * (i % 2) for i in range(32)])
+        pairs = builder.shuffle_vector(low, high, order)
+        builder.store(pairs, pointer(builder, address, pairs.type)).align = 4
         return context.get_dummy_value()
 
     return VOID(INT64, f32x16, f32x16), codegen
