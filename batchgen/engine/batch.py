@@ -60,11 +60,13 @@ def _shared_runs(
     equal = np.logical_and.accumulate(tables[1:] == tables[:-1], axis=1).sum(axis=1)
     common = np.minimum(equal, np.minimum(full[1:], full[:-1]))
     runs: list[tuple[int, int, int]] = []
-    _best_runs(common, 0, len(starts), runs, MAX_LEVELS)
+    _best_runs(common, 0, len(starts), runs)
     return np.array(runs, np.int32).reshape(-1, 3)
 
 
-def _best_runs(common: NDArray[np.int64], first: int, end: int, runs: list[tuple[int, int, int]], levels: int) -> int:
+def _best_runs(
+    common: NDArray[np.int64], first: int, end: int, runs: list[tuple[int, int, int]], levels: int = MAX_LEVELS
+) -> int:
     """Append groups of [first, end) that save many page reads; returns how many.
 
     Either the whole is a group, or it is cut where its members have least in common, whichever saves more.

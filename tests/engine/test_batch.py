@@ -170,10 +170,6 @@ def test_groups_are_disjoint_and_common(common: list[int]) -> None:
     assert 2 * saved >= most_saved(common)
 
 
-def test_groups_save_most_where_minima_are_neighbours() -> None:
-    assert groups([1, 1, 9])[1] == most_saved([1, 1, 9]) == 10
-
-
 def test_groups_of_many_levels() -> None:
     """Every sequence shares a page more with its successor."""
     common: NDArray[np.int64] = np.arange(1, 600)

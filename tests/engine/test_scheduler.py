@@ -163,11 +163,11 @@ def test_samples_of_a_prompt_that_fills_its_pages_copy_nothing() -> None:
     assert r.copies == [[], [], []]
 
 
-def test_all_samples_but_one_copy_the_page_that_they_continue() -> None:
+def test_samples_copy_the_page_that_they_continue() -> None:
     r = rig()
     r.run(requests_for([[1] * 70], wish(max_tokens=3, n=4)))
-    assert [len(copies) for copies in r.copies] == [0, 3 * 6, 0]
-    assert r.most_pages == 2 + 4
+    assert [len(copies) for copies in r.copies] == [0, 4 * 6, 0]
+    assert r.most_pages == 2 + 1 + 4  # the page that all of them copied is let go at the step's end
 
 
 def test_more_samples_than_sequences_take_turns() -> None:
@@ -312,7 +312,7 @@ def test_a_recomputed_sequence_counts_prompt_and_generated_tokens_apart() -> Non
     s.add(a)
     finish_step(s, s.schedule(1))
     s._preempt(a)
-    s._drop_frontier()
+    s.drop_frontier()
     plan = s.schedule(2)
     assert [(x.start, x.count, x.num_prompt_tokens) for x in plan.scheduled] == [(0, 4, 3)]
 
