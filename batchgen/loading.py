@@ -4,6 +4,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,16 @@ class ModelFile:
     def dequantize(self, name: str) -> NDArray[np.float32]:
         return self.file.dequantize(name)
 
+    def names(self) -> frozenset[str]:
+        return frozenset(self.file.tensors)
+
+    def weight_bytes(self, weights: str) -> int:
+        """About what the packed weights take; a tied embedding is kept twice."""
+        size = 4 if weights == "fp32" else 2
+        shape = self.config.shape
+        tied = shape.vocab_size * shape.hidden_size if "output.weight" not in self.file.tensors else 0
+        return size * (tied + sum(prod(t.shape) for t in self.file.tensors.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
@@ -58,14 +70,14 @@ def locate_model(spec: ModelSpec, on_message: Callable[[str], None]) -> tuple[Pa
     return path, spec.sha256 or file_sha256(path)
 
 
-def open_model(path: Path, pre_tokenizer: str | None = None) -> ModelFile:
-    """Read the header: configuration, vocabulary, chat template. ModelError names the file."""
+def open_model(path: Path, pre_tokenizer: str | None = None, now: Callable[[], datetime] = datetime.now) -> ModelFile:
+    """Read the header: configuration, vocabulary, chat template , whose date is `now`. ModelError names the file."""
     file = GGUFFile.open(path)
     try:
         config = ModelConfig.from_gguf(file.metadata)
         tokenizer = Tokenizer.from_gguf(file.metadata, pre_tokenizer)
         template = tokenizer.chat_template
-        chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token) if template else None
+        chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token, now) if template else None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     return ModelFile(file, config, tokenizer, chat)
@@ -86,8 +98,6 @@ def resolve_numerics(model: ModelSpec, engine: EngineSpec) -> Numerics:
         raise SpecError(f"model.weights: kernel '{kernel}' works on bf16; for fp32 set engine.kernel: portable")
     weights = ("bf16" if narrow else "fp32") if model.weights == "auto" else model.weights
     kv_dtype = ("bf16" if narrow else "fp32") if engine.kv_dtype == "auto" else engine.kv_dtype
-    if kernel == "reference" and kv_dtype != "fp32":
-        raise SpecError("engine.kv_dtype: the reference kernel keeps fp32 only")
     return Numerics(kernel, weights, kv_dtype)
 
 
@@ -96,7 +106,7 @@ def make_backend(numerics: Numerics, threads: int) -> Backend:
     if numerics.kernel == "reference":
         from batchgen.kernels.reference import ReferenceBackend
 
-        return ReferenceBackend(numerics.weights)
+        return ReferenceBackend(numerics.weights, numerics.kv_dtype)
     from batchgen.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(numerics.kernel, numerics.weights, numerics.kv_dtype, threads)
@@ -109,18 +119,15 @@ def thread_count(engine: EngineSpec) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def kv_pages(spec: EngineSpec, page_bytes: int, pages_wanted: int, longest: int) -> int:
-    """Pages of the KV cache: those of `kv_memory`; for auto what the plan wants, within a share of free memory.
-
-    `pages_wanted` for the plan at full speed, `longest` for its longest row alone.
-    """
+def kv_pages(spec: EngineSpec, page_bytes: int, weight_bytes: int) -> int:
+    """Pages that the KV cache may have: `kv_memory`, or for auto a share of the memory that the weights leave free."""
     budget = spec.kv_memory_bytes
     if budget is None:
-        limit = int(psutil.virtual_memory().available * AUTO_MEMORY_SHARE) // page_bytes
-        return max(1, min(pages_wanted, limit), min(longest, limit))
+        free = psutil.virtual_memory().available - weight_bytes
+        return max(1, int(free * AUTO_MEMORY_SHARE) // page_bytes)
     if budget < page_bytes:
         raise SpecError(f"engine.kv_memory: {budget} bytes is less than one page of this model, {page_bytes} bytes")
-    return min(budget // page_bytes, max(pages_wanted, longest, 1))
+    return budget // page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +194,9 @@ class _Zeros:
             "blk.0.ffn_down.weight": (hidden, ffn),
         }
 
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
@@ -202,7 +212,7 @@ def describe_model(source: str, path: Path, model: ModelFile) -> dict[str, Any]:
         "architecture": model.config.architecture,
         "file": str(path),
         "file_bytes": path.stat().st_size,
-        "parameters": sum(int(np.prod(t.shape)) for t in model.file.tensors.values()),
+        "parameters": sum(prod(t.shape) for t in model.file.tensors.values()),
         "tensor_types": ", ".join(types),
         "context_length": shape.context_length,
         "vocab_size": shape.vocab_size,

@@ -61,6 +61,7 @@ class PromptReader:
     def __init__(self, spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None):
         self._spec, self._tokenizer = spec, tokenizer
         self._source = _text_source(spec, tokenizer, chat)
+        self._last: RowWish | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -107,7 +108,10 @@ class PromptReader:
     def _wish(self, row: Mapping[str, Any]) -> RowWish | RowFailure:
         sampling = self._spec.sampling
         try:
-            return RowWish(sampling.row_params(row), sampling.n_for(row), sampling.seed_is_per_row)
+            params, n = sampling.row_params(row), sampling.n_for(row)
+            if self._last is None or self._last.params is not params or self._last.n != n:
+                self._last = RowWish(params, n, sampling.seed_is_per_row)  # one for all rows, mostly
+            return self._last
         except RowError as error:
             return RowFailure(error.code, error.message)
 

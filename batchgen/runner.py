@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchgen import __version__
 from batchgen.engine.engine import Engine, EngineLimits
-from batchgen.engine.planner import Admission, PrefixPlan, make_requests, pages_at_once, plan_prefixes
+from batchgen.engine.planner import Admission, PrefixPlan, make_requests, own_pages, pages_at_once, plan_prefixes
 from batchgen.engine.types import Request, RequestOutput, RowFailure
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
@@ -81,7 +80,7 @@ class PreparedJob:
     backend: Backend
     prompts: JobPrompts
     plan: PrefixPlan
-    new_tokens: NDArray[np.int64]  # most generated tokens of each prompt, in plan order
+    new_tokens: int  # most that can be generated
     num_pages: int
     pages_wanted: int
 
@@ -103,7 +102,8 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
             return _finished_summary(spec, checkpoint)
         if checkpoint.state == "resumed":
             progress.message(f"resuming: {checkpoint.totals.get('rows', 0):,} rows are done")
-        model = open_model(path, spec.model.pre_tokenizer)
+        started_at = checkpoint.started
+        model = open_model(path, spec.model.pre_tokenizer, lambda: started_at)
         planning = time.perf_counter()
         job = prepare(spec, table, model, numerics)
         planned = time.perf_counter() - planning
@@ -129,7 +129,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
         prompt_tokens=job.plan.prompt_tokens,
         distinct_prompt_tokens=job.plan.distinct_tokens,
         duplicate_rows=int(job.plan.repeats.sum()),
-        max_new_tokens=int(job.new_tokens.sum()),
+        max_new_tokens=job.new_tokens,
         kv_bytes_needed=job.pages_wanted * job.page_bytes,
         kv_pages_needed=job.pages_wanted,
         longest_prompt=int(job.plan.lengths.max(initial=0)),
@@ -156,20 +156,20 @@ def prepare(spec: JobSpec, table: InputTable, model: ModelFile, numerics: Numeri
     backend = make_backend(numerics, thread_count(spec.engine))
     shape, engine = model.config.shape, spec.engine
     page_bytes = backend.page_bytes(shape, engine.page_size)
-    budget = spec.engine.kv_memory_bytes
-    most_pages = kv_pages(engine, page_bytes, 2**40, 2**40) if budget else 2**40
+    most_pages = kv_pages(engine, page_bytes, model.weight_bytes(numerics.weights))
     admission = Admission(shape.context_length, shape.vocab_size, most_pages * engine.page_size)
     prompts = PromptReader(spec, model.tokenizer, model.chat).read(table, admission.refusal)
     plan = plan_prefixes(prompts.table)
-    rooms = [
-        wish.n * admission.room(int(length), wish.params)
-        for wish, length in zip(prompts.wishes, prompts.table.lengths, strict=True)
-    ]
-    new_tokens = np.array(rooms, np.int64)[plan.order]
-    wanted = pages_at_once(plan, new_tokens, engine.page_size, engine.max_num_seqs)
-    longest = int((-(-(plan.lengths + new_tokens) // engine.page_size)).max(initial=1))
-    pages = kv_pages(engine, page_bytes, wanted, longest)
-    return PreparedJob(spec, model, numerics, backend, prompts, plan, new_tokens, pages, wanted)
+    lengths = prompts.table.lengths.tolist()
+    rooms = np.array([admission.room(n, w.params) for n, w in zip(lengths, prompts.wishes, strict=True)], np.int64)
+    samples = np.array([wish.n for wish in prompts.wishes], np.int64)
+    # A sample starts in the middle of a page, of which all but one take a copy.
+    answer_pages = samples * (-(-rooms // engine.page_size) + 1)
+    own = own_pages(plan, answer_pages[plan.order], engine.page_size)
+    wanted = pages_at_once(plan, own, engine.page_size, engine.max_num_seqs)
+    # Memory is taken only as it is touched, so the cache is as large as the whole plan where it may be.
+    pages = max(1, min(most_pages, int(own.sum())))
+    return PreparedJob(spec, model, numerics, backend, prompts, plan, int((samples * rooms).sum()), pages, wanted)
 
 
 def _identity(spec: JobSpec, table: InputTable, sha256: str, numerics: Numerics) -> dict[str, Any]:
@@ -178,7 +178,9 @@ def _identity(spec: JobSpec, table: InputTable, sha256: str, numerics: Numerics)
         "spec": spec.result_hash(),
         "input": table.fingerprint(),
         "model": sha256,
+        "batchgen": __version__,
         "kernel": numerics.kernel,
+        "fused_multiply_add": has_fma(),
         "weights": numerics.weights,
         "kv_dtype": numerics.kv_dtype,
     }
@@ -254,24 +256,25 @@ class _Run:
         """Step until nothing is left; True when stopped before."""
         requests = self._requests()
         self._feed(requests)
-        wrote = 0
+        ended = self._generating
         while self._engine.has_work:
             if stop():
                 return True
             outputs, record = self._engine.step()
-            self._feed(requests)
             if record is not None:
-                begin, duration = record.start_ns - wrote, record.duration_ns + wrote
+                # A step begins where the one before it ended: writing and fetching requests lie between.
+                end, wrote = record.start_ns + record.duration_ns, record.start_ns - ended
+                self._writer.add_step(replace(record, start_ns=ended, duration_ns=end - ended, write_ns=wrote))
                 self._computed += record.num_prefill_tokens
-                self._writer.add_step(replace(record, start_ns=begin, duration_ns=duration, write_ns=wrote))
-            before = time.monotonic_ns()
+                ended = end
             self._write(outputs)
-            wrote = time.monotonic_ns() - before
+            self._feed(requests)
         return False
 
     def _feed(self, requests: Iterator[Request]) -> None:
         """Keep as many requests waiting as could start in a step."""
-        while self._engine.scheduler.num_waiting < self._job.spec.engine.max_num_seqs:
+        most = self._job.spec.engine.max_num_seqs
+        for _ in range(most - self._engine.scheduler.num_waiting):
             request = next(requests, None)
             if request is None:
                 return
@@ -281,7 +284,11 @@ class _Run:
         """The plan's requests without the answers that are there already."""
         wishes, prompts = self._job.prompts.wishes, self._job.prompts.table
         sharing = self._job.spec.engine.prefix_sharing
-        for request in make_requests(prompts, self._job.plan, wishes.__getitem__, sharing=sharing):
+        requests = make_requests(prompts, self._job.plan, wishes.__getitem__, sharing=sharing)
+        if not len(self._checkpoint.done):
+            yield from requests
+            return
+        for request in requests:
             samples = [(s, tuple(t for t in s.targets if not self._is_done(*t))) for s in request.samples]
             left = tuple(replace(sample, targets=targets) for sample, targets in samples if targets)
             if left:
@@ -355,6 +362,7 @@ class _Run:
     def _job_record(self, generated: int) -> dict[str, Any]:
         job = self._job
         return {
+            "started": self._checkpoint.started.isoformat(),
             "spec": job.spec.model_dump(mode="json"),
             "model": {"name": job.model.config.name, "tokenizer": job.model.tokenizer.fingerprint},
             "versions": _versions(),
@@ -370,6 +378,13 @@ class _Run:
 
 
 TOTAL_COUNTS = ("rows", "failed_rows", "prompt_tokens", "computed_prompt_tokens", "generated_tokens")
+
+
+def has_fma() -> bool:
+    """Whether the portable kernel fuses multiplications and additions here, which shows in the last bit."""
+    from batchgen.kernels.cpu.features import HAS_FMA
+
+    return HAS_FMA
 
 
 def _versions() -> dict[str, str]:

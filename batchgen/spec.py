@@ -118,6 +118,7 @@ TopK = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=_INT32_MAX)]
+Samples = Annotated[int, Field(ge=1, le=1_000_000)]
 Stop = Annotated[ListOf[Text], BeforeValidator(_as_stop_list, json_schema_input_type=Text | list[Text])]
 RepetitionPenalty = Annotated[float, Field(gt=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -131,7 +132,7 @@ _ROW_TYPES: Mapping[str, TypeAdapter[Any]] = {
         "top_k": TopK,
         "min_p": MinP,
         "seed": Seed,
-        "n": Count,
+        "n": Samples,
         "stop": Stop,
         "ignore_eos": bool,
         "min_tokens": MaxTokens,
@@ -222,7 +223,7 @@ class SamplingSpec(_Part):
         default=0.0, description="tokens with this share of the likeliest one's probability; 0 is off"
     )
     seed: PerRow[Seed] = Field(default=0, description="of the random numbers")
-    n: PerRow[Count] = Field(default=1, description="answers per row")
+    n: PerRow[Samples] = Field(default=1, description="answers per row")
     stop: PerRow[Stop] = Field(default=(), description="strings that end an answer, and are left out of it")
     ignore_eos: PerRow[bool] = Field(default=False, description="go on after the end token")
     min_tokens: PerRow[MaxTokens] = Field(
@@ -341,10 +342,13 @@ class EngineSpec(_Part):
         return max(1, int(float(match[1]) * _UNITS[match[2]])) if match else None
 
 
-# What can change a result or the columns it is written with, apart from model, input and sampling, which count whole.
+# What decides a result, or the columns it is written with, as far as it is the spec's. A job's identity names the files
+# themselves, and the kernel and number types taken (runner.py), so where they came from does not count here.
 _RESULT_KEYS = {
+    "model": ("pre_tokenizer",),
+    "input": ("prompt", "messages", "token_ids", "chat", "where", "parse_special", "limit"),
+    "sampling": tuple(SamplingSpec.model_fields),
     "output": ("columns", "prefix", "timings"),
-    "engine": ("device", "kernel", "page_size", "kv_dtype"),
 }
 
 
@@ -378,10 +382,9 @@ class JobSpec(_Part):
         return write_yaml(self.model_dump(mode="json"))
 
     def result_hash(self) -> str:
-        """SHA-256 (hex) of what decides the results: not the job's name, its output folder, limits or threads."""
+        """SHA-256 (hex) of what in the spec decides the results: not names, places, limits or threads."""
         values = self.model_dump(mode="json")
-        kept = {section: values[section] for section in ("model", "input", "sampling")}
-        kept |= {section: {key: values[section][key] for key in keys} for section, keys in _RESULT_KEYS.items()}
+        kept = {section: {key: values[section][key] for key in keys} for section, keys in _RESULT_KEYS.items()}
         text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 

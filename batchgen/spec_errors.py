@@ -193,4 +193,4 @@ def _matters(text: str, bound: float, kind: str) -> bool:
 
 
 def _number(value: float) -> str:
-    return _INT_BOUNDS.get(int(value)) or f"{value:g}"
+    return _INT_BOUNDS.get(int(value)) or (f"{value:,.0f}" if value == int(value) else f"{value:g}")

@@ -137,7 +137,7 @@ def test_a_wrong_spec_is_exit_code_2_and_runs_nothing(spec, runner, capsys):
     assert runner.calls == []
     assert capsys.readouterr().err.splitlines() == [
         "error: --set sampling.top_p=0: sampling.top_p: 0 is not allowed: must be > 0 and <= 1",
-        "error: --set sampling.n=0: sampling.n: 0 is not allowed: must be >= 1",
+        "error: --set sampling.n=0: sampling.n: 0 is not allowed: must be >= 1 and <= 1,000,000",
     ]
 
 

@@ -240,3 +240,34 @@ def test_per_row_parameters_and_stop_strings(make_spec, run, tmp_path: Path) -> 
     assert rows[2]["text"].startswith(rows[0]["text"])
     assert rows[3]["error"]["code"] == "schema_error" and "'most'" in rows[3]["error"]["message"]
     assert summary.failed_rows == 1
+
+
+def test_a_resumed_job_writes_the_date_it_was_started_on(make_spec, run, tmp_path: Path, monkeypatch) -> None:
+    """A template may print today's date; the rows answered tomorrow must get the same prompt."""
+    import batchgen.loading as loading
+
+    dates = []
+    original = loading.ChatTemplate
+    monkeypatch.setattr(loading, "ChatTemplate", lambda t, b, e, now: dates.append(now()) or original(t, b, e, now))
+    spec = make_spec(
+        input={"path": str(small_table(tmp_path)), "messages": "messages"},
+        sampling={"max_tokens": 4},
+        engine={"max_num_seqs": 4},
+    )
+    run(spec, stop=lambda: True)
+    time.sleep(1.1)
+    run(spec)
+    assert dates[0] == dates[1]
+
+
+def test_equal_rows_share_all_of_their_prompt(make_spec, run, tmp_path: Path) -> None:
+    pl.DataFrame({"q": ["The capital of France is"] * 3}).write_parquet(tmp_path / "rows.parquet")
+    spec = make_spec(
+        input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False},
+        sampling={"max_tokens": 3, "n": 2},
+    )
+    run(spec)
+    rows = results(spec)
+    assert rows["token_ids"].n_unique() == 1
+    assert sorted(rows["num_cached_tokens"].to_list()) == [0, *[rows["num_prompt_tokens"][0]] * 5]
+    assert job(spec)["totals"]["computed_prompt_tokens"] == rows["num_prompt_tokens"][0]

@@ -74,6 +74,9 @@ class ArraySource:
 
     tensors: Mapping[str, NDArray[np.float32]]
 
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
+
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         return self.tensors[name].shape if name in self.tensors else None
 

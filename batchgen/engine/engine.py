@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from batchgen.engine.batch import build_batch
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.planner import Admission
-from batchgen.engine.sampler import Sampler
+from batchgen.engine.sampler import Sampler, random_key
 from batchgen.engine.scheduler import Scheduler, Sequence
 from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, StepRecord
 from batchgen.errors import RowErrorCode
@@ -96,7 +96,8 @@ class Engine:
             if failure or sample.params.max_tokens == 0:
                 self._answer_at_once(request, sample, failure, now)
             else:
-                samples.append(sample)
+                key = 0 if sample.params.greedy else random_key(request.prompt_token_ids, sample.params)
+                samples.append(replace(sample, rng_key=key))
         if not samples:
             return
         room = max(self.admission.room(len(request.prompt_token_ids), s.params) for s in samples)
@@ -205,6 +206,7 @@ class Engine:
         watcher = self._watchers.pop(id(sequence), None)
         ids = sequence.generated.copy()
         text = watcher.text if stop is not None and watcher else self._text(ids, reason)
+        first = sequence.request.samples[0].targets[0]  # the others found the whole prompt computed
         times, steps = np.array(sequence.token_times, np.int64), np.array(sequence.token_steps, np.int32)
         return [
             RequestOutput(
@@ -214,7 +216,7 @@ class Engine:
                 text=None if failure else text,
                 stop_reason=stop,
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                num_cached_tokens=sequence.num_cached_tokens,
+                num_cached_tokens=sequence.num_cached_tokens if target == first else sequence.num_prompt_tokens,
                 token_ids=ids,
                 logprobs=np.array(sequence.logprobs, np.float32),
                 token_steps=steps,
@@ -225,7 +227,8 @@ class Engine:
                 finished_ns=now,
                 error=failure,
             )
-            for row, number in sequence.sample.targets
+            for target in sequence.sample.targets
+            for row, number in [target]
         ]
 
     def _text(self, ids: NDArray[np.int32], reason: FinishReason) -> str:

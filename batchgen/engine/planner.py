@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from batchgen.engine.types import Request, RowFailure, Sample, SamplingParams
 
-COMPARE_TOKENS = 64
-"""Tokens of all undecided neighbours compared at a time."""
+COMPARE_ROWS, COMPARE_TOKENS = 1 << 14, 64
+"""Neighbours, and tokens of each, compared at a time: bounds memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,21 +91,30 @@ def _sorted_order(table: PromptTable) -> NDArray[np.int64]:
 
 
 def _common_prefixes(table: PromptTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Length of the common prefix of each prompt in `order` and the one before it; 0 for the first."""
+    shared = np.zeros(len(order), np.int64)
+    for first in range(1, len(order), COMPARE_ROWS):
+        pair = order[first - 1 : first + COMPARE_ROWS]
+        shared[first : first + COMPARE_ROWS] = _shared_by_neighbours(table, pair)
+    return shared
+
+
+def _shared_by_neighbours(table: PromptTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
     starts, lengths = table.offsets[:-1][order], table.lengths[order]
     shared = np.zeros(len(order), np.int64)
-    undecided = np.arange(1, len(order))
-    while len(undecided) and len(table.tokens):
+    undecided = np.arange(1, len(order) if len(table.tokens) else 0)
+    window = np.arange(COMPARE_TOKENS)
+    while len(undecided):
         at = shared[undecided]
         limit = np.minimum(lengths[undecided], lengths[undecided - 1]) - at
-        window = np.arange(COMPARE_TOKENS)
-        inside = window < limit[:, None]
-        last = max(len(table.tokens) - 1, 0)
+        last = len(table.tokens) - 1
         mine = table.tokens[np.minimum((starts[undecided] + at)[:, None] + window, last)]
         theirs = table.tokens[np.minimum((starts[undecided - 1] + at)[:, None] + window, last)]
+        inside = window < limit[:, None]
         equal = np.logical_and.accumulate((mine == theirs) & inside, axis=1).sum(axis=1)
         shared[undecided] += equal
         undecided = undecided[equal == COMPARE_TOKENS]
-    return shared
+    return shared[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +146,19 @@ class Admission:
         return None
 
 
-def pages_at_once(plan: PrefixPlan, new_tokens: NDArray[np.int64], page_size: int, max_num_seqs: int) -> int:
-    """About how many KV pages keep `max_num_seqs` requests going; `new_tokens` generated per row, in plan order.
+def own_pages(plan: PrefixPlan, answer_pages: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
+    """KV pages that each row adds to its predecessor's, in plan order; `answer_pages` those of what it generates."""
+    return -(-plan.lengths // page_size) - plan.shared // page_size + answer_pages
+
+
+def pages_at_once(plan: PrefixPlan, own: NDArray[np.int64], page_size: int, max_num_seqs: int) -> int:
+    """About how many KV pages keep `max_num_seqs` requests going.
 
     The own pages of as many neighbours in the plan, and those of the longest prefix that they can share with what ran
     before. Rows that answer much longer than their neighbours can make it more.
     """
     if not len(plan.order):
         return 0
-    own = -(-(plan.lengths + new_tokens) // page_size) - plan.shared // page_size + 1
     total = np.concatenate([[0], np.cumsum(own)])[[*np.flatnonzero(~plan.repeats), len(own)]]
     width = min(max_num_seqs, len(total) - 1)
     return int((total[width:] - total[:-width]).max() + -(-plan.lengths.max() // page_size))

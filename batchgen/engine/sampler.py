@@ -65,7 +65,7 @@ class Sampler:
         record["top_p"], record["min_p"] = params.top_p, params.min_p
         record["suppress_end"] = len(self._eos) if forbid_eos else 0
         if not params.greedy:
-            record["rng_key"] = random_key(sequence.request.prompt_token_ids, params)
+            record["rng_key"] = sample.rng_key
             record["sample_number"], record["token_index"] = sample.sample_number, sequence.num_generated
         if params.has_penalties:
             begin = sum(len(h) for h in history)

@@ -215,11 +215,10 @@ class Scheduler:
             self._attach(sequence)
             count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
             if not self._fits(sequence):
-                self._detach(sequence)
-                if self._running or self._frontier is None:
+                if self._running:
+                    self._detach(sequence)
                     break
-                self.drop_frontier()
-                continue
+                self.drop_frontier()  # then all pages but its own are free, and alone it fits
             self._waiting.popleft()
             self.cached_prompt_tokens += 0 if sequence.scheduled_ns else sequence.num_cached_tokens
             self._running.append(sequence)

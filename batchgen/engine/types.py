@@ -58,6 +58,7 @@ class Sample:
     params: SamplingParams
     targets: tuple[tuple[int, int], ...]
     sample_number: int = 0
+    rng_key: int = 0  # filled in by the engine, see `sampler.random_key`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

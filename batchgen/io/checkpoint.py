@@ -16,6 +16,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -91,6 +92,11 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def started(self) -> datetime:
+        """When the job was first started, in local time: the date that its prompts may name, after a resume too."""
+        return datetime.fromisoformat((read_job(self.directory) or {})["started"])
 
     @property
     def work(self) -> Path:
@@ -262,7 +268,7 @@ def _start(directory: Path, identity: dict[str, Any]) -> None:
         remove(directory / name)
     _clear_work(directory / ".work")
     sync_directory(directory)
-    _write_job(directory, "running", identity)
+    _write_job(directory, "running", identity, {"started": datetime.now().astimezone().isoformat(timespec="seconds")})
 
 
 def _resume(directory: Path, job: dict[str, Any]) -> State:

@@ -15,7 +15,7 @@ SUPPORTED_ARCHITECTURES = ("llama",)
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's sizes and constants. `rope_dim` is the part of a head that is rotated (here all of it)."""
+    """A decoder's sizes and constants; the whole of a head is rotated."""
 
     architecture: str
     name: str
@@ -48,6 +48,7 @@ class ModelConfig:
         keys.refuse_other("attention.value_length", head_dim)
         keys.refuse_other("rope.dimension_count", head_dim)
         keys.refuse_other("rope.scaling.type", "none")
+        keys.refuse_other("rope.scale_linear", 1.0)
         keys.refuse_other("expert_count", 0)
         return cls(
             architecture=architecture,

@@ -14,6 +14,7 @@ from batchgen.models.config import ModelConfig
 class TensorSource(Protocol):
     """A model file: shapes are (outputs, inputs), values float32 whatever they are stored as."""
 
+    def names(self) -> frozenset[str]: ...
     def shape_of(self, name: str) -> tuple[int, ...] | None: ...
     def dequantize(self, name: str) -> NDArray[np.float32]: ...
 
@@ -41,12 +42,15 @@ class DecoderWeights:
 
 
 def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> DecoderWeights:
-    """Dequantise and pack tensor by tensor, so that one float32 tensor at a time is all the extra memory."""
+    """Dequantise and pack part by part. ModelError for a tensor that is missing, misshapen or not known here."""
     shape = config.shape
     hidden, vocab, ffn = shape.hidden_size, shape.vocab_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
+    unused = set(source.names())
+
     def tensor(name: str, *expected: int) -> NDArray[np.float32]:
+        unused.discard(name)
         found = source.shape_of(name)
         if found is None:
             raise ModelError(f"the model file lacks the tensor '{name}'")
@@ -71,12 +75,25 @@ def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> D
 
     embedding = tensor("token_embd.weight", vocab, hidden)
     tied = source.shape_of("output.weight") is None
-    return DecoderWeights(
-        embedding=backend.table(embedding),
+    table = backend.table(embedding)
+    output = backend.linear([embedding if tied else tensor("output.weight", vocab, hidden)])
+    del embedding
+    weights = DecoderWeights(
+        embedding=table,
         layers=tuple(layer(i) for i in range(shape.num_layers)),
         output_norm=backend.vector(tensor("output_norm.weight", hidden)),
-        output=backend.linear([embedding if tied else tensor("output.weight", vocab, hidden)]),
+        output=output,
     )
+    if unused:
+        raise ModelError(
+            f"the model file has tensors that a {config.architecture} model here does not use: {_few(unused)}"
+        )
+    return weights
+
+
+def _few(names: set[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
 def split_rotary(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:

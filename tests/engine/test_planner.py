@@ -14,6 +14,7 @@ from batchgen.engine.planner import (
     PromptTable,
     RowWish,
     make_requests,
+    own_pages,
     pages_at_once,
     plan_prefixes,
 )
@@ -239,8 +240,8 @@ def most_pages(
         vocab_size=30,
     )
     rig.run(make_requests(table, plan, wishes.__getitem__))
-    new_tokens = np.array([count for _, count in rows])[plan.order]
-    return rig.most_pages, pages_at_once(plan, new_tokens, page_size, seqs)
+    answer_pages = np.array([-(-count // page_size) + 1 for _, count in rows])[plan.order]
+    return rig.most_pages, pages_at_once(plan, own_pages(plan, answer_pages, page_size), page_size, seqs)
 
 
 @settings(REPEATABLE, max_examples=60)

@@ -61,9 +61,11 @@ def test_key_does_not_know_the_row_or_its_place() -> None:
     """Rows with other numbers, in another place of the step and after other rows."""
     alone = prepare(scheduled(ids(1, 2), [HOT]))
     part = scheduled(ids(1, 2), [HOT])
-    moved = Sequence(Request(ids(1, 2), (Sample(HOT, ((77, 5),), 0),)), part.sequence.token_ids, 2, arrived_ns=99)
+    sample = Sample(HOT, ((77, 5),), 0, rng_key=random_key(ids(1, 2), HOT))
+    moved = Sequence(Request(ids(1, 2), (sample,)), part.sequence.token_ids, 2, arrived_ns=99)
     later = prepare(scheduled(ids(4), [PENALISED]), ScheduledSequence(moved, 0, 2, True))
-    assert alone.samples[0]["rng_key"] == later.samples[1]["rng_key"] == random_key(ids(1, 2), HOT)
+    assert alone.samples[0]["rng_key"] == 0  # nobody has filled it in
+    assert later.samples[1]["rng_key"] == sample.rng_key
 
 
 # Draws

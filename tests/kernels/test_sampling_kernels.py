@@ -10,7 +10,7 @@ from batchgen.kernels import reference
 from batchgen.kernels.base import StepResult
 from batchgen.kernels.cpu import sampling
 from batchgen.kernels.cpu.compiling import compiled
-from tests.kernels.kernel_programs import Floats, build, every_token, head, signs
+from tests.kernels.kernel_programs import Floats, build, every_token, head, same_bits, signs
 from tests.tiny_model import greedy_samples
 
 NONE = np.zeros(0, np.int32)
@@ -278,3 +278,31 @@ def test_streams_of_neighbouring_numbers_are_not_alike(draw):
     chance = np.sum(np.exp(2 * reference.log_softmax(logits[1])))
     deviation = np.sqrt(chance * (1 - chance) / count)
     assert abs(np.mean(draws[0] == draws[1]) - chance) < 5 * deviation
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", FILTERS)
+def test_logits_that_are_not_finite_give_a_logprob_that_is_not(open_backend, bad, name):
+    """And harm neither the process nor the rows beside them."""
+    rng = np.random.default_rng(5)
+    weight = rng.standard_normal((VOCAB, 64)).astype(np.float32)
+    table = signs(rng, 64, 64)
+    sick = table.copy()
+    sick[0] = bad
+    samples = random_records(40, 6, **FILTERS[name])
+    results = []
+    for rows in (table, sick):
+        backend = build(open_backend("portable"), head(rows, np.ones(64, np.float32), weight), 64, VOCAB)
+        results.append(backend.run(every_token(range(ROWS), samples=samples, history=NONE, suppress=NONE)))
+    well, ill = results
+    healthy = samples["row"] != 0
+    assert not np.isfinite(ill.logprobs[~healthy]).any() and (~healthy).any()
+    assert well.token_ids[healthy].tolist() == ill.token_ids[healthy].tolist()
+    assert same_bits(well.logprobs[healthy], ill.logprobs[healthy])
+
+
+def test_a_temperature_next_to_zero_takes_the_likeliest(draw):
+    samples = random_records(50, 8, temperature=1e-300)
+    result, logits = draw(samples)
+    best = logits[samples["row"]].max(axis=1)
+    assert (logits[samples["row"], result.token_ids] == best).all()

@@ -89,3 +89,9 @@ def test_split_rotary_makes_halves_of_pairs(head_dim):
 def test_split_rotary_moves_rows_within_their_head_only():
     rows = np.arange(8, dtype=np.float32)[:, None]
     np.testing.assert_array_equal(split_rotary(rows, 4)[:, 0], [0, 2, 1, 3, 4, 6, 5, 7])
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.attn_q_norm.weight"])
+def test_a_tensor_that_would_be_ignored_is_refused(name):
+    with pytest.raises(ModelError, match=name):
+        load({**tiny_weights(), name: np.ones(8, np.float32)})

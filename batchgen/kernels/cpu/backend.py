@@ -136,7 +136,8 @@ class CpuBackend:
         }[kernel]
         self._act_dtype = np.float32 if kernel == "portable" else np.uint16
         self._kv_amx = kernel == "amx_bf16" and kv_dtype == "bf16"
-        self._crew = Crew(threads)
+        self._threads = threads
+        self._crew: Crew | None = None
         self._kept: list[NDArray[Any]] = []
 
     # Weights
@@ -195,6 +196,7 @@ class CpuBackend:
         if limits.page_size % KEY_BLOCK:
             raise ValueError(f"page_size {limits.page_size} is not a multiple of {KEY_BLOCK}")
         self._shape, self._limits = shape, limits
+        self._crew = Crew(self._threads)
         self._tokens = pad(limits.max_tokens)
         self._rows = pad(limits.max_seqs)
         self._models = np.zeros(1, program.MODEL_DTYPE)
@@ -216,7 +218,7 @@ class CpuBackend:
         shape, limits, dim = self._shape, self._limits, pad(self._shape.head_dim)
         group = shape.num_heads // shape.num_kv_heads
         values = {
-            "threads": self._crew.size,
+            "threads": self._threads,
             "kernel": self._code,
             "act_bf16": self._act_dtype == np.uint16,
             "table_bf16": self.weights_dtype == "bf16",
@@ -244,27 +246,22 @@ class CpuBackend:
             self._keep(name, table.size, np.float32)[:] = table.reshape(-1)
         groups = -(-pad(shape.vocab_size) // (32 * program.HEAD_PAIRS))
         self._keep("partial", self._rows * groups * program.PARTIAL_FIELDS, np.float32)
-        self._keep("barrier", 8, np.int64)
+        self._barrier = self._keep("barrier", 8, np.int64)
         self._kept.append(config := tiles.tile_config())
         self._models["tile_config"] = config.ctypes.data
         scratch = pad(max(dim * 96 + 4096 + 512, 4096 * program.HEAD_PAIRS), ALIGNMENT)
         self._models["scratch_bytes"] = scratch
-        self._keep("scratch", scratch * self._crew.size, np.uint8)
+        self._keep("scratch", scratch * self._threads, np.uint8)
 
     def _outputs(self) -> None:
         rows, vocab = self._rows, pad(self._shape.vocab_size)
-        self._barrier = self._kept_view("barrier")
         self._best = np.zeros(rows, np.int32)
         self._best_logit = np.zeros(rows, np.float32)
         self._log_sum = np.zeros(rows, np.float64)
         self._logits = self._keep("logits", rows * vocab, np.float32).reshape(rows, vocab)
-        self._vocab_scratch = [(np.zeros(vocab, np.float32), np.zeros(vocab, np.int32)) for _ in range(self._crew.size)]
+        self._vocab_scratch = [(np.zeros(vocab, np.float32), np.zeros(vocab, np.int32)) for _ in range(self._threads)]
         items = 2 * (self._tokens * self._shape.num_heads // self._shape.num_kv_heads // 16 + self._rows + 16)
         self._items = np.zeros((items, attention.ITEM_FIELDS), np.int32)
-
-    def _kept_view(self, name: str) -> NDArray[Any]:
-        address = int(self._models[name][0])
-        return next(array for array in self._kept if array.ctypes.data == address)
 
     # Execution
 
@@ -294,6 +291,7 @@ class CpuBackend:
         def work(thread: int) -> None:
             program.run(self._ops, self._models, self._steps, arrays, thread, self._vocab_scratch[thread])
 
+        assert self._crew is not None, "run comes after build"
         self._crew.run(work)
         return StepResult(
             tokens,
@@ -302,7 +300,8 @@ class CpuBackend:
         )
 
     def close(self) -> None:
-        self._crew.close()
+        if self._crew is not None:
+            self._crew.close()
 
 
 class Recorder:

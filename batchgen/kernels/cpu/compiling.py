@@ -25,7 +25,8 @@ def cache_directory() -> Path:
 
 def is_compiled() -> bool:
     """Whether kernels have been compiled here before (then the first step starts at once)."""
-    return any(cache_directory().rglob("program.run-*.nbc"))
+    config: Any = numba.config
+    return any(Path(config.CACHE_DIR or cache_directory()).rglob("program.run-*.nbc"))
 
 
 def compiled(function: Callable[..., Any]) -> Any:

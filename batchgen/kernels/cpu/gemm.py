@@ -41,7 +41,6 @@ from batchgen.kernels.cpu.simd import (
 KERNEL_F32, KERNEL_BF16_WEIGHTS, KERNEL_AVX512_BF16, KERNEL_AMX = range(4)
 """float32 x float32 · float32 activations x bfloat16 weights · vdpbf16ps · tdpbf16ps."""
 
-BLOCK = 32
 ROW_GROUP, COLUMN_PANELS = (8, 2) if HAS_AVX512 else (4, 1)
 """Rows and panels held in registers: 16 of 32 AVX-512 registers, 8 of 16 AVX2 ones, 16 of 32 NEON ones."""
 

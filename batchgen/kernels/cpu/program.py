@@ -77,7 +77,6 @@ CHUNK_BYTES = 1 << 19
 HEAD_PAIRS = 8
 """Column pairs of the output head per work item."""
 PARTIAL_FIELDS = 4
-LN_2 = 0.6931471805599453
 
 
 @njit(nogil=True)
@@ -622,7 +621,8 @@ def sample_item(model, item, arrays, vocab_scratch):
     sample = arrays.samples[item]
     row, token = sample.row, arrays.best[sample.row]
     logit = arrays.best_logit[row]
-    if arrays.needs_logits[row]:
+    # Logits that are not finite are the engine's to report; there is nothing to draw from.
+    if arrays.needs_logits[row] and np.isfinite(arrays.log_sum[row]):
         logits = arrays.logits[row]
         plain = sample.history_begin == sample.history_end and sample.suppress_begin == sample.suppress_end
         if not (sample.greedy and plain):

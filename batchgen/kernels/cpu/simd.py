@@ -1,4 +1,4 @@
-"""Sixteen floats as one value in njit code, plus raw memory access, atomics and a spin barrier.
+"""Sixteen floats as one value in njit code, plus raw memory access and atomics.
 
 Numba arrays leave vectorisation to chance; `f32x16` maps to LLVM's `<16 x float>`, which becomes one AVX-512
 register, two AVX2 or four NEON ones, with the same lanes and the same order of every reduction. Addresses are
@@ -404,17 +404,6 @@ def load_acquire(typingctx, address):
         return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
 
     return INT64(INT64), codegen
-
-
-@intrinsic
-def store_release(typingctx, address, value):
-    """Atomically write an int64."""
-
-    def codegen(context, builder, sig, args):
-        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
-        return context.get_dummy_value()
-
-    return VOID(INT64, INT64), codegen
 
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
