@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except OSError as error:
         return _fail(str(error), STOPPED)
+    except MemoryError as error:
+        text = f"not enough memory ({error}); lower engine.kv_memory, max_batch_tokens or max_num_seqs"
+        return _fail(text, STOPPED)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     return DONE
@@ -111,7 +114,7 @@ def run(
     if not quiet:
         _show_summary(summary)
     if summary.interrupted:
-        print(f"interrupted; to go on, run: {again}", file=sys.stderr)
+        print(f"rows under way start over; to go on, run: {again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
     if summary.failed_rows and not summary.already_done:
         raise typer.Exit(ROWS_FAILED)
@@ -135,20 +138,24 @@ def _run_job(job: "JobSpec", fresh: bool, quiet: bool, again: str) -> "JobSummar
 
 
 class StopRequest:
-    """Whether to stop: set by the first signal; the second one raises KeyboardInterrupt where the program is."""
+    """Whether to stop: set by the first signal once the job generates (which is when it asks).
+
+    The second signal, and any that comes before, when there is nothing to lose, raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
-        self._wanted = False
+        self._wanted = self._asked = False
 
     def __call__(self) -> bool:
+        self._asked = True
         return self._wanted
 
     def handle(self, signum: int, frame: object) -> None:
-        if self._wanted:
+        if self._wanted or not self._asked:
             raise KeyboardInterrupt
         self._wanted = True
         # Not print: the signal may come in the middle of a write to sys.stderr, which cannot be re-entered.
-        os.write(2, b"\nwriting what is finished; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nkeeping the rows that are finished; once more (Ctrl-C) stops at once\n")
 
 
 @contextmanager
@@ -177,7 +184,7 @@ def _overrides(sets: list[str] | None, limit: int | None, output: str | None = N
     if limit is not None:
         texts.append(f"input.limit={limit}")
     if output is not None:
-        texts.append(f"output.path={json.dumps(output)}")
+        texts.append(f"output.path={json.dumps(output, ensure_ascii=False)}")
     return texts
 
 
@@ -197,7 +204,9 @@ def _show_summary(summary: "JobSummary") -> None:
     if summary.already_done:
         print(f"nothing to do: {summary.output_dir} holds the finished job (--fresh runs it again)")
         return
-    pairs = [("rows", f"{summary.rows:,}"), ("failed rows", f"{summary.failed_rows:,}")]
+    why = ", ".join(f"{count:,} {code}" for code, count in summary.failures.items())
+    failed = f"{summary.failed_rows:,}" + (f" ({why}; see the column error)" if why else "")
+    pairs = [("rows", f"{summary.rows:,}"), ("failed rows", failed)]
     known = ("rows", "failed_rows")
     pairs += [(name.replace("_", " "), _shown(value)) for name, value in summary.totals.items() if name not in known]
     _show_pairs("interrupted" if summary.interrupted else "done", [*pairs, ("output", str(summary.output_dir))])

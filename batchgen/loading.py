@@ -1,12 +1,14 @@
 """A model source into something that runs: file, configuration, tokenizer, kernel, weights."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -80,6 +82,8 @@ def open_model(path: Path, pre_tokenizer: str | None = None, now: Callable[[], d
         chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token, now) if template else None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise ModelError(f"{path}: malformed metadata: {type(error).__name__}: {error}") from None
     return ModelFile(file, config, tokenizer, chat)
 
 
@@ -142,14 +146,39 @@ class LoadedModel:
 def load_model(
     model: ModelFile, backend: Backend, limits: StepLimits, on_message: Callable[[str], None]
 ) -> LoadedModel:
-    """Pack the weights, allocate the KV cache, compile the kernels."""
+    """Pack the weights, allocate the KV cache, compile the kernels; what is damaged in their cache is made anew."""
+    try:
+        return _load(model, backend, limits, on_message)
+    except (UnpicklingError, EOFError, OSError) as error:
+        discard_kernels(error)
+        on_message("the kernels on disk are damaged; compiling them again")
+        return _load(model, backend, limits, on_message)
+
+
+def _load(model: ModelFile, backend: Backend, limits: StepLimits, on_message: Callable[[str], None]) -> LoadedModel:
     start = time.perf_counter()
-    weights = load_llama(model, model.config, backend)
     config = model.config
-    backend.build(lambda ops: forward(ops, config, weights), config.shape, limits, config.rope_table())
+    try:
+        weights = load_llama(model, config, backend)
+    except ModelError as error:
+        raise ModelError(f"{model.file.path}: {error}") from None
+    rope = config.rope_table(min(config.shape.context_length, limits.num_pages * limits.page_size))
+    backend.build(lambda ops: forward(ops, config, weights), config.shape, limits, rope)
     loaded = time.perf_counter()
     compile_kernels(backend, on_message)
     return LoadedModel(backend, loaded - start, time.perf_counter() - loaded)
+
+
+def discard_kernels(error: Exception) -> None:
+    """Remove compiled kernels that cannot be read; ModelError when it is room that is missing."""
+    from batchgen.kernels.cpu.compiling import cache_directory
+
+    if isinstance(error, OSError):
+        reason = error.strerror or error
+        raise ModelError(
+            f"kernel cache {cache_directory()}: {reason}; BATCHGEN_CACHE_DIR names another folder"
+        ) from None
+    shutil.rmtree(cache_directory(), ignore_errors=True)
 
 
 def compile_kernels(backend: Backend, on_message: Callable[[str], None]) -> None:

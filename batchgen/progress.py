@@ -17,7 +17,8 @@ class Progress:
     """The state of a job. Counts are since the job's first start, `elapsed_s` (seconds) since this process's.
 
     `rows_total` 0 is not known yet. `prompt_tokens_done` counts the tokens of every prompt that is in the KV cache,
-    and `saved_prompt_tokens` those of them that were shared and not computed.
+    and `saved_prompt_tokens` those of them that were shared and not computed. `done_share` is the part of the job's
+    work (rows, or tokens where these are further) that is done.
     """
 
     rows_done: int = 0
@@ -30,6 +31,7 @@ class Progress:
     kv_pages_total: int = 0
     elapsed_s: float = 0.0
     phase: str = ""
+    done_share: float = 0.0
 
 
 class ProgressListener(Protocol):
@@ -66,17 +68,17 @@ class RateMeter:
             self._start = progress
         start = self._start
         seconds = progress.elapsed_s - start.elapsed_s
-        rows = progress.rows_done - start.rows_done
+        share = progress.done_share - start.done_share
         return Rates(
             prompt=_per_second(progress.prompt_tokens_done - start.prompt_tokens_done, seconds),
             generated=_per_second(progress.generated_tokens - start.generated_tokens, seconds),
-            eta_s=seconds * max(0, progress.rows_total - progress.rows_done) / rows if rows > 0 else None,
+            eta_s=seconds * max(0.0, 1 - progress.done_share) / share if share > 0 else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second, and the seconds that the remaining rows take at the present rate (None: not known yet)."""
+    """Tokens per second, and the seconds that the rest takes at the present rate (None: not known yet)."""
 
     prompt: float
     generated: float
@@ -164,8 +166,8 @@ class LiveProgress:
         self._bar.update(
             self._task,
             description=progress.phase or "running",
-            completed=progress.rows_done,
-            total=progress.rows_total if known else None,
+            completed=progress.done_share,
+            total=1.0 if known else None,
             rows=f"{progress.rows_done:,}/{progress.rows_total:,} rows" if known else "",
             detail=describe(progress, rates) if known else "",
             eta=f"ETA {duration(rates.eta_s)}" if known else "",
@@ -182,15 +184,18 @@ def _rich_bar(stream: TextIO) -> "RichProgress":
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
+    from rich.table import Column
 
+    whole = Column(no_wrap=True, min_width=6)  # a narrow terminal cuts the details, not these
     return RichProgress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[rows]}", markup=False),
-        TextColumn("{task.fields[detail]}", style="dim", markup=False),
-        TextColumn("{task.fields[eta]}", markup=False),
-        TimeElapsedColumn(),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[rows]}", markup=False, table_column=whole),
+        TextColumn("{task.fields[eta]}", markup=False, table_column=whole),
+        TimeElapsedColumn(table_column=whole),
+        TextColumn("{task.fields[detail]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+        expand=True,
         console=Console(file=stream),
         refresh_per_second=4,
     )

@@ -5,17 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchgen.engine.planner import PromptTable, RowWish
 from batchgen.engine.types import RowFailure, SamplingParams
-from batchgen.errors import InputError, RowError
-from batchgen.io.table import InputTable
+from batchgen.errors import InputError, RowError, SpecError
+from batchgen.io.table import InputTable, check_column
 from batchgen.spec import JobSpec
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.prompt_template import PromptTemplate, compile_value
 from batchgen.text.tokenizer import Tokenizer
 
+PythonRow = dict[str, Any] | RowFailure
 Refuse = Callable[[NDArray[np.int32], SamplingParams], RowFailure | None]
 
 
@@ -73,7 +75,7 @@ class PromptReader:
         """All rows of the table; those that `refuse` names a reason for become failures."""
         found = _Collected()
         for row_index, batch in table.batches(self.columns):
-            self._read_batch(row_index.tolist(), batch.to_pylist(), found, refuse)
+            self._read_batch(row_index.tolist(), _python_rows(batch), found, refuse)
             found.row_index.append(row_index)
         rows = np.array(found.rows, np.int64)
         return JobPrompts(
@@ -85,11 +87,12 @@ class PromptReader:
             self._source.bos_in_text,
         )
 
-    def _read_batch(self, rows: list[int], values: list[dict[str, Any]], found: _Collected, refuse: Refuse) -> None:
-        wishes = [self._wish(row) for row in values]
-        prompts = self._source.prompts(values)
+    def _read_batch(self, rows: list[int], values: list[PythonRow], found: _Collected, refuse: Refuse) -> None:
+        wishes = [row if isinstance(row, RowFailure) else self._wish(row) for row in values]
+        made = iter(self._source.prompts([row for row in values if not isinstance(row, RowFailure)]))
+        prompts = [row if isinstance(row, RowFailure) else next(made) for row in values]
         for row, value, wish, prompt in zip(rows, values, wishes, prompts, strict=True):
-            number = wish.n if isinstance(wish, RowWish) else 1
+            number = wish.n if isinstance(wish, RowWish) else self._samples(value)
             failure = next((x for x in (wish, prompt) if isinstance(x, RowFailure)), None)
             if failure is None and isinstance(wish, RowWish) and not isinstance(prompt, RowFailure):
                 failure = refuse(prompt, wish.params)
@@ -101,9 +104,26 @@ class PromptReader:
                 found.prompts.append(prompt)  # type: ignore[arg-type]
                 found.wishes.append(wish)  # type: ignore[arg-type]
 
-    def _name(self, row: Mapping[str, Any]) -> str | None:
+    def check(self, table: InputTable) -> None:
+        """Raise for a column that is not there, or that cannot hold what the spec says of it (once, not row by row)."""
+        for name in self.columns:
+            check_column(name, table.schema.names)
+        given = self._spec.input
+        if given.token_ids is not None:
+            _check_type(table, given.token_ids, "input.token_ids", "list of whole numbers", _holds_token_ids)
+        if isinstance(given.messages, str):
+            _check_type(table, given.messages, "input.messages", "list of (role, content) structs", _holds_messages)
+
+    def _samples(self, row: PythonRow) -> int:
+        """Results of a row whose parameters are wrong: as many as it asks for, if that much can be read."""
+        try:
+            return self._spec.sampling.n_for({} if isinstance(row, RowFailure) else row)
+        except RowError:
+            return 1
+
+    def _name(self, row: PythonRow) -> str | None:
         column = self._spec.input.id
-        return None if column is None or row[column] is None else str(row[column])
+        return None if column is None or isinstance(row, RowFailure) or row[column] is None else str(row[column])
 
     def _wish(self, row: Mapping[str, Any]) -> RowWish | RowFailure:
         sampling = self._spec.sampling
@@ -114,6 +134,48 @@ class PromptReader:
             return self._last
         except RowError as error:
             return RowFailure(error.code, error.message)
+
+
+def _python_rows(batch: pa.RecordBatch) -> list[PythonRow]:
+    """The rows as dictionaries; a row with a value that Python cannot hold (a year 10000, say) becomes a failure."""
+    try:
+        return batch.to_pylist()
+    except Exception:  # pyarrow raises what it likes here
+        return [_python_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
+
+
+def _python_row(row: pa.RecordBatch) -> PythonRow:
+    values: dict[str, Any] = {}
+    for name in row.schema.names:
+        try:
+            values[name] = row.column(name)[0].as_py()
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            return RowFailure("schema_error", f"column '{name}': its value cannot be put into a prompt: {reason}")
+    return values
+
+
+def _check_type(table: InputTable, column: str, key: str, wanted: str, fits: Callable[[pa.DataType], bool]) -> None:
+    check_column(column, table.schema.names)
+    found = table.schema.field(column).type
+    if not fits(found):
+        raise SpecError(f"{key}: column '{column}' has type {found}; a {wanted} is needed")
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _holds_token_ids(kind: pa.DataType) -> bool:
+    return pa.types.is_null(kind) or (_is_list(kind) and pa.types.is_integer(kind.value_type))
+
+
+def _holds_messages(kind: pa.DataType) -> bool:
+    if pa.types.is_null(kind):
+        return True
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    return {"role", "content"} <= {field.name for field in kind.value_type}
 
 
 Prompt = NDArray[np.int32] | RowFailure

@@ -3,8 +3,10 @@
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from batchgen import __version__
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.planner import Admission, PrefixPlan, make_requests, own_pages, pages_at_once, plan_prefixes
 from batchgen.engine.types import Request, RequestOutput, RowFailure
+from batchgen.errors import OutputError
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
 from batchgen.io.table import InputTable, open_table
@@ -48,6 +51,7 @@ class JobSummary:
     failed_rows: int
     totals: dict[str, Any]
     output_dir: Path
+    failures: dict[str, int] = field(default_factory=dict)  # failed rows by code, of this run
     interrupted: bool = False
     already_done: bool = False
 
@@ -96,14 +100,17 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
     check_columns(table.schema, spec.output.columns, spec.output.prefix)
     numerics = resolve_numerics(spec.model, spec.engine)
     path, sha256 = locate_model(spec.model, progress.message)
+    dates: list[datetime] = []  # known once the output is open, wanted once prompts are made
+    model = open_model(path, spec.model.pre_tokenizer, lambda: dates[0])
+    PromptReader(spec, model.tokenizer, model.chat).check(table)
+    check_places(spec, table)
     identity = _identity(spec, table, sha256, numerics)
     with Checkpoint.open(spec.output.path, identity, fresh=fresh) as checkpoint:
         if checkpoint.state == "finished":
             return _finished_summary(spec, checkpoint)
         if checkpoint.state == "resumed":
             progress.message(f"resuming: {checkpoint.totals.get('rows', 0):,} rows are done")
-        started_at = checkpoint.started
-        model = open_model(path, spec.model.pre_tokenizer, lambda: started_at)
+        dates.append(checkpoint.started)
         planning = time.perf_counter()
         job = prepare(spec, table, model, numerics)
         planned = time.perf_counter() - planning
@@ -120,6 +127,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
     check_columns(table.schema, spec.output.columns, spec.output.prefix)
     path, _ = locate_model(spec.model, lambda text: None)
     model = open_model(path, spec.model.pre_tokenizer)
+    PromptReader(spec, model.tokenizer, model.chat).check(table)
     job = prepare(spec, table, model, resolve_numerics(spec.model, spec.engine))
     job.backend.close()
     return JobPlan(
@@ -172,10 +180,18 @@ def prepare(spec: JobSpec, table: InputTable, model: ModelFile, numerics: Numeri
     return PreparedJob(spec, model, numerics, backend, prompts, plan, int((samples * rooms).sum()), pages, wanted)
 
 
+def check_places(spec: JobSpec, table: InputTable) -> None:
+    """Refuse an output that would replace its input, or that the next run would read as input."""
+    output, given = Path(spec.output.path).resolve(), Path(spec.input.path)
+    inside = given.is_dir() and output.is_relative_to(given.resolve())
+    if inside or any(path.resolve().is_relative_to(output) for path in table.paths):
+        raise OutputError(f"output {output} and the input {given} lie within each other; choose another output folder")
+
+
 def _identity(spec: JobSpec, table: InputTable, sha256: str, numerics: Numerics) -> dict[str, Any]:
     """What must be equal for two runs to be the same job."""
     return {
-        "spec": spec.result_hash(),
+        "spec": spec.result_values(),
         "input": table.fingerprint(),
         "model": sha256,
         "batchgen": __version__,
@@ -238,7 +254,8 @@ class _Run:
             started_ns=self._generating,
         )
         self._before = dict(checkpoint.totals)
-        self._computed = self._rows = self._failed = 0
+        self._computed = self._rows = 0
+        self._failures: Counter[str] = Counter()
         self._shown = 0
 
     def run(self, stop: Callable[[], bool]) -> JobSummary:
@@ -246,11 +263,12 @@ class _Run:
         interrupted = self._generate(stop)
         self._writer.flush()
         generated = time.monotonic_ns()
+        self._show(generated)
         if not interrupted:
             self._deliver(generated)
         totals = self._totals(generated)
         rows, failed = totals["rows"], totals["failed_rows"]
-        return JobSummary(rows, failed, totals, self._checkpoint.directory, interrupted)
+        return JobSummary(rows, failed, totals, self._checkpoint.directory, dict(self._failures), interrupted)
 
     def _generate(self, stop: Callable[[], bool]) -> bool:
         """Step until nothing is left; True when stopped before."""
@@ -310,12 +328,12 @@ class _Run:
         self._writer.maybe_flush()
         first = [output for output in outputs if output.sample_index == 0]
         self._rows += len(first)
-        self._failed += sum(output.error is not None for output in first)
+        self._failures.update(output.error.code for output in first if output.error is not None)
         self._show()
 
-    def _show(self) -> None:
-        now = time.monotonic_ns()
-        if now - self._shown < PROGRESS_NS:
+    def _show(self, now: int = 0) -> None:
+        """Tell the listener, now and then; always with a `now`."""
+        if not now and (now := time.monotonic_ns()) - self._shown < PROGRESS_NS:
             return
         self._shown = now
         before, scheduler, blocks = self._before.get, self._engine.scheduler, self._engine.blocks
@@ -324,7 +342,7 @@ class _Run:
             Progress(
                 rows_done=before("rows", 0) + self._rows,
                 rows_total=len(self._job.prompts.row_index),
-                failed_rows=before("failed_rows", 0) + self._failed,
+                failed_rows=before("failed_rows", 0) + self._failures.total(),
                 prompt_tokens_done=before("prompt_tokens", 0) + self._computed + scheduler.cached_prompt_tokens,
                 generated_tokens=before("generated_tokens", 0) + scheduler.generated_tokens,
                 saved_prompt_tokens=max(0, shared_before) + scheduler.cached_prompt_tokens,
@@ -332,8 +350,17 @@ class _Run:
                 kv_pages_total=blocks.num_pages,
                 elapsed_s=time.perf_counter() - self._started,
                 phase="generating",
+                done_share=self._done_share(),
             )
         )
+
+    def _done_share(self) -> float:
+        """By tokens while answers are under way, by rows when these turn out shorter than they might."""
+        rows, tokens = len(self._job.prompts.row_index), self._job.plan.distinct_tokens + self._job.new_tokens
+        done = self._before.get("computed_prompt_tokens", 0) + self._before.get("generated_tokens", 0)
+        done += self._computed + self._engine.scheduler.generated_tokens
+        by_rows = (self._before.get("rows", 0) + self._rows) / rows if rows else 1.0
+        return min(1.0, max(by_rows, done / tokens if tokens else 0.0))
 
     def _deliver(self, generated: int) -> None:
         output, prompts = self._job.spec.output, self._job.prompts
@@ -364,6 +391,8 @@ class _Run:
         return {
             "started": self._checkpoint.started.isoformat(),
             "spec": job.spec.model_dump(mode="json"),
+            "spec_hash": job.spec.result_hash(),
+            "threads": thread_count(job.spec.engine),
             "model": {"name": job.model.config.name, "tokenizer": job.model.tokenizer.fingerprint},
             "versions": _versions(),
             "cpu": _cpu(),

@@ -120,7 +120,7 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Samples = Annotated[int, Field(ge=1, le=1_000_000)]
 Stop = Annotated[ListOf[Text], BeforeValidator(_as_stop_list, json_schema_input_type=Text | list[Text])]
-RepetitionPenalty = Annotated[float, Field(gt=0)]
+RepetitionPenalty = Annotated[float, Field(ge=1e-6, le=1e6)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _ROW_TYPES: Mapping[str, TypeAdapter[Any]] = {
@@ -318,7 +318,7 @@ class EngineSpec(_Part):
     kernel: Literal["auto", "reference", "portable", "avx512_bf16", "amx_bf16"] = Field(
         default="auto", description="auto takes the fastest that the CPU has"
     )
-    page_size: Annotated[int, Field(ge=32, multiple_of=32)] = Field(
+    page_size: Annotated[int, Field(ge=32, le=65536, multiple_of=32)] = Field(
         default=32, description="tokens per page of the KV cache"
     )
     kv_dtype: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="how keys and values are kept")
@@ -328,10 +328,14 @@ class EngineSpec(_Part):
         | Annotated[Size, Tag("#size")],
         Discriminator(_kind_memory),
     ] = Field(default="auto", description='memory for keys and values: bytes, or a size such as "2GiB"')
-    max_batch_tokens: Count = Field(default=2048, description="most tokens per engine step")
-    max_num_seqs: Count = Field(default=256, description="most sequences at a time")
+    max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        default=2048, description="most tokens per engine step"
+    )
+    max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = Field(default=256, description="most sequences at a time")
     prefix_sharing: bool = Field(default=True, description="compute a prefix that rows share once")
-    threads: Auto[Count] = Field(default="auto", description="CPU threads; auto: one per core")
+    threads: Auto[Annotated[int, Field(ge=1, le=1024)]] = Field(
+        default="auto", description="CPU threads; auto: one per core"
+    )
 
     @property
     def kv_memory_bytes(self) -> int | None:
@@ -381,11 +385,16 @@ class JobSpec(_Part):
         """The spec with every default shown; `load_spec` reads it back equal."""
         return write_yaml(self.model_dump(mode="json"))
 
-    def result_hash(self) -> str:
-        """SHA-256 (hex) of what in the spec decides the results: not names, places, limits or threads."""
+    def result_values(self) -> dict[str, dict[str, Any]]:
+        """What in the spec decides the results, by section and key: not names, places, limits or threads."""
         values = self.model_dump(mode="json")
-        kept = {section: {key: values[section][key] for key in keys} for section, keys in _RESULT_KEYS.items()}
-        text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        return {section: {key: values[section][key] for key in keys} for section, keys in _RESULT_KEYS.items()}
+
+    def result_hash(self) -> str:
+        """SHA-256 (hex) of `result_values`."""
+        text = json.dumps(
+            self.result_values(), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
 

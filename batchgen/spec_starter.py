@@ -116,16 +116,29 @@ def _prompt_line(schema: "pa.Schema", table: str) -> str:
     messages = _pick(schema, _MESSAGES_NAMES, _is_messages)
     if messages is not None:
         return f"  messages: {_quoted(messages)}  # a column of lists of (role, content)"
-    tokens = _pick(schema, _TOKEN_NAMES, _is_tokens)
+    tokens = next((name for name in _TOKEN_NAMES if name in schema.names and _is_tokens(schema.field(name).type)), None)
     if tokens is not None:
         return f"  token_ids: {_quoted(tokens)}  # a column of token ids, used as they are"
     named = pa.schema([field for field in schema if _can_be_named(field.name)])
-    text = _pick(named, _PROMPT_NAMES, _is_text) or next(iter(named.names), None)
+    text = _pick(pa.schema(_longest_first(named, table)), _PROMPT_NAMES, _is_text) or next(iter(named.names), None)
     if text is None:
         raise InputError(
             f"{table}: no column has a name that a template can hold ({', '.join(schema.names)}); rename one"
         )
     return f'  prompt: "{{{{ {text} }}}}"  # a jinja2 template over the columns'
+
+
+def _longest_first(schema: "pa.Schema", table: str) -> list["pa.Field"]:
+    """The columns, texts by their mean length in the first rows: a prompt is likelier long than an identifier."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    texts = [field.name for field in schema if _is_text(field.type)]
+    first = next(pq.ParquetFile(_first_file(table)).iter_batches(100, columns=texts), None) if texts else None
+    if first is None:
+        return list(schema)
+    length = {name: pc.mean(pc.utf8_length(first.column(name))).as_py() or 0.0 for name in texts}
+    return sorted(schema, key=lambda field: -length.get(field.name, -1.0))
 
 
 def _can_be_named(column: str) -> bool:

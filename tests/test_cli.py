@@ -31,6 +31,7 @@ class Summary:
     failed_rows: int = 0
     totals: dict = field(default_factory=lambda: {"rows": 10, "prompt_tokens": 1234, "wall_seconds": 1.5})
     output_dir: Path = Path("out")
+    failures: dict = field(default_factory=dict)
     interrupted: bool = False
     already_done: bool = False
 
@@ -111,7 +112,7 @@ def test_an_interrupted_job_says_how_to_go_on(spec, runner, capsys):
     runner.summary = Summary(interrupted=True, failed_rows=1)
     assert cli.main(["run", spec, "--fresh", "--set", "input.prompt='a b'", "--limit", "3", "-o", "x y"]) == 130
     expected = "batchgen run job.yaml --set 'input.prompt='\"'\"'a b'\"'\"'' --limit 3 --output 'x y'"
-    assert f"interrupted; to go on, run: {expected}\n" in capsys.readouterr().err
+    assert f"rows under way start over; to go on, run: {expected}\n" in capsys.readouterr().err
 
 
 def test_an_error_is_one_line_and_its_exit_code(spec, runner, capsys):
@@ -164,7 +165,7 @@ def test_the_first_signal_asks_and_the_second_stops_at_once(spec, runner, capfd)
     runner.run_job = run_job
     assert cli.main(["run", spec]) == 130
     error = capfd.readouterr().err
-    assert "writing what is finished; press Ctrl-C again to stop at once" in error
+    assert "keeping the rows that are finished; once more (Ctrl-C) stops at once" in error
     assert "stopped at once; what was written is kept. To go on, run: batchgen run job.yaml" in error
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -175,6 +176,7 @@ sys.path.insert(0, {tests!r})
 from test_cli import Summary
 module = types.ModuleType("batchgen.runner")
 def run_job(job, *, fresh, progress, stop):
+    stop()
     print("running", flush=True)
     deadline = time.monotonic() + 20
     while not stop() and time.monotonic() < deadline:
@@ -202,8 +204,8 @@ def test_a_process_that_is_interrupted_ends_in_order(spec, number):
     process.send_signal(number)
     out, error = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "writing what is finished" in error
-    assert "interrupted; to go on, run: batchgen run job.yaml" in error
+    assert "keeping the rows that are finished" in error
+    assert "to go on, run: batchgen run job.yaml" in error
     assert "Traceback" not in error
     assert "rows: 10" in out
 
@@ -287,7 +289,8 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
         ({"a": pa.int64()}, {"prompt": "{{ a }}"}),
         ({"my text": pa.string(), "not": pa.string(), "range": pa.string(), "b": pa.int64()}, {"prompt": "{{ b }}"}),
         ({"prompt": pa.string(), "chat": MESSAGES, "id": pa.int32()}, {"id": "id", "messages": "chat"}),
-        ({"no": pa.large_list(pa.int32()), "s": pa.string()}, {"token_ids": "no"}),
+        ({"no": pa.large_list(pa.int32()), "s": pa.string()}, {"token_ids": None, "prompt": "{{ s }}"}),
+        ({"input_ids": pa.large_list(pa.int32()), "s": pa.string()}, {"token_ids": "input_ids"}),
         ({"null": MESSAGES}, {"messages": "null"}),
         ({"a": pa.list_(pa.string()), "id": pa.float64(), "q: 'x'\n": pa.list_(MESSAGES.value_type)}, {"id": None}),
     ],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.errors import InputError, OutputError, SpecError
 from batchgen.runner import plan_job
 from tests.conftest import DATA, ROOT
 
@@ -246,18 +248,19 @@ def test_a_resumed_job_writes_the_date_it_was_started_on(make_spec, run, tmp_pat
     """A template may print today's date; the rows answered tomorrow must get the same prompt."""
     import batchgen.loading as loading
 
-    dates = []
+    clocks = []
     original = loading.ChatTemplate
-    monkeypatch.setattr(loading, "ChatTemplate", lambda t, b, e, now: dates.append(now()) or original(t, b, e, now))
+    monkeypatch.setattr(loading, "ChatTemplate", lambda t, b, e, now: clocks.append(now) or original(t, b, e, now))
     spec = make_spec(
         input={"path": str(small_table(tmp_path)), "messages": "messages"},
         sampling={"max_tokens": 4},
         engine={"max_num_seqs": 4},
     )
-    run(spec, stop=lambda: True)
+    calls = iter(range(10**6))
+    assert run(spec, stop=lambda: next(calls) > 8).rows > 0
     time.sleep(1.1)
     run(spec)
-    assert dates[0] == dates[1]
+    assert clocks[0]() == clocks[1]()
 
 
 def test_equal_rows_share_all_of_their_prompt(make_spec, run, tmp_path: Path) -> None:
@@ -271,3 +274,76 @@ def test_equal_rows_share_all_of_their_prompt(make_spec, run, tmp_path: Path) ->
     assert rows["token_ids"].n_unique() == 1
     assert sorted(rows["num_cached_tokens"].to_list()) == [0, *[rows["num_prompt_tokens"][0]] * 5]
     assert job(spec)["totals"]["computed_prompt_tokens"] == rows["num_prompt_tokens"][0]
+
+
+def test_a_wrong_column_neither_claims_the_output_nor_replaces_what_is_there(make_spec, run, tmp_path: Path) -> None:
+    pl.DataFrame({"q": ["a", "b"]}).write_parquet(tmp_path / "rows.parquet")
+    good = {"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}"}
+    run(make_spec(input=good, sampling={"max_tokens": 1}))
+    wrong = make_spec(input={**good, "prompt": "{{ qq }}"}, sampling={"max_tokens": 1})
+    for fresh in (False, True):
+        with pytest.raises(InputError, match="no column 'qq'"):
+            run(wrong, fresh=fresh)
+    spec = make_spec(input=good, sampling={"max_tokens": 1})
+    assert results(spec).height == 2 and run(spec).already_done
+
+
+def test_output_and_input_must_not_lie_within_each_other(make_spec, run, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    pl.DataFrame({"q": ["a"]}).write_parquet(tmp_path / "data" / "rows.parquet")
+    for given, output in (("data/rows.parquet", "data"), ("data", "data/out"), ("data", "data")):
+        spec = make_spec(
+            input={"path": str(tmp_path / given), "prompt": "{{ q }}"}, output={"path": str(tmp_path / output)}
+        )
+        with pytest.raises(OutputError, match="lie within each other"):
+            run(spec, fresh=True)
+    assert (tmp_path / "data" / "rows.parquet").exists()
+
+
+def test_columns_of_the_wrong_type_are_told_once(make_spec, run, tmp_path: Path) -> None:
+    pl.DataFrame({"q": ["a"], "x": [1.5]}).write_parquet(tmp_path / "rows.parquet")
+    path = str(tmp_path / "rows.parquet")
+    for prompt in ({"messages": "q"}, {"token_ids": "x"}):
+        with pytest.raises(SpecError, match=r"has type .*; a list of"):
+            run(make_spec(input={"path": path, **prompt}))
+
+
+def test_values_that_python_cannot_hold_fail_their_rows_alone(make_spec, run, tmp_path: Path) -> None:
+    times = pa.array([0, 2**58, None], pa.timestamp("us"))
+    pq.write_table(pa.table({"t": times, "n": [2, 2, 2]}), tmp_path / "rows.parquet")
+    spec = make_spec(
+        input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ t or 'never' }}", "chat": False},
+        sampling={"max_tokens": 1, "n": 2},
+    )
+    assert run(spec).failures == {"schema_error": 1}
+    assert results(spec)["finish_reason"].to_list() == ["length"] * 2 + ["error"] * 2 + ["length"] * 2
+
+
+def test_damaged_compiled_kernels_are_made_anew(make_spec, run, tmp_path: Path, monkeypatch) -> None:
+    import batchgen.loading as loading
+
+    calls = []
+
+    def once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise UnpicklingError("pickle data was truncated")
+        return load(*args)
+
+    load = loading._load
+    monkeypatch.setattr(loading, "_load", once)
+    monkeypatch.setenv("BATCHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    pl.DataFrame({"q": ["a"]}).write_parquet(tmp_path / "rows.parquet")
+    spec = make_spec(input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}"}, sampling={"max_tokens": 1})
+    assert run(spec).rows == 1 and len(calls) == 2
+
+
+def test_samples_of_a_prompt_find_their_pages_planned(make_spec, run, tmp_path: Path) -> None:
+    pl.DataFrame({"q": ["Name an animal."]}).write_parquet(tmp_path / "rows.parquet")
+    spec = make_spec(
+        input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False},
+        sampling={"max_tokens": 3, "n": 64, "temperature": 1.0},
+    )
+    run(spec)
+    assert job(spec)["preemptions"] == 0
+    assert job(spec)["totals"]["computed_prompt_tokens"] == results(spec)["num_prompt_tokens"][0]

@@ -6,7 +6,7 @@ import pytest
 
 from batchgen.progress import LiveProgress, PlainProgress, Progress, RateMeter, SilentProgress, duration, make_listener
 
-GENERATING = Progress(rows_done=10, rows_total=110, elapsed_s=100.0, phase="generating")
+GENERATING = Progress(rows_done=10, rows_total=110, elapsed_s=100.0, phase="generating", done_share=0.25)
 LATER = Progress(
     rows_done=60,
     rows_total=110,
@@ -18,6 +18,7 @@ LATER = Progress(
     kv_pages_total=100,
     elapsed_s=110.0,
     phase="generating",
+    done_share=0.625,
 )
 
 

@@ -250,7 +250,8 @@ def _prepare(directory: Path, identity: dict[str, Any], fresh: bool) -> State:
     for name in ("deliver", "runs", "job.json.tmp"):
         remove(directory / ".work" / name)
     job = read_job(directory)
-    if job is None or fresh or (job.get("state") == "replaced" and job.get("identity") == identity):
+    empty = job is not None and job.get("state") == "running" and not Manifest(directory / ".work/manifest.jsonl").parts
+    if job is None or fresh or empty or (job.get("state") == "replaced" and job.get("identity") == identity):
         _start(directory, identity)
         return "new"
     if job.get("identity") != identity:
@@ -307,8 +308,8 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:36] + "…" + text[-1]
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchgen.errors import InputError, SpecError
+from batchgen.io.model_source import file_sha256
 
 _SUFFIXES = (".parquet", ".pq")
 _BATCH_ROWS = 4096
@@ -63,6 +64,11 @@ class InputTable:
     _limit: int | None
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(file.path for file in self._files)
+
+    @property
     def num_rows_upper(self) -> int:
         """The number of rows when there is no `where`, else the most that it can leave."""
         return self._total_rows if self._limit is None else min(self._total_rows, self._limit)
@@ -83,8 +89,11 @@ class InputTable:
         return self._selected(names, max(start, 0), min(stop, self._end), batch_rows)
 
     def fingerprint(self) -> str:
-        """A hex digest of the files (relative names, sizes, modification times) and of the schema; reads no data."""
-        files = [(file.name, file.size, file.mtime_ns) for file in self._files]
+        """A hex digest of the files' relative names and contents, and of the schema.
+
+        Reads the files; their hashes are remembered in the cache while size and modification time stay.
+        """
+        files = [(file.name, file_sha256(file.path)) for file in self._files]
         fields = [(field.name, str(field.type), field.nullable) for field in self.schema]
         return hashlib.sha256(json.dumps([files, fields]).encode()).hexdigest()
 

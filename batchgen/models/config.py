@@ -54,15 +54,15 @@ class ModelConfig:
             architecture=architecture,
             name=str(metadata.get("general.name", architecture)),
             shape=shape,
-            rms_norm_eps=float(keys.require("attention.layer_norm_rms_epsilon")),
-            rope_theta=float(keys.get("rope.freq_base", 10000.0)),
+            rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+            rope_theta=keys.number("rope.freq_base", 10000.0),
         )
 
-    def rope_table(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines, each (context_length, head_dim / 2) float32, computed in float64."""
+    def rope_table(self, positions: int | None = None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines, each (positions, head_dim / 2) float32, in float64; by default all of the context."""
         half = self.shape.head_dim // 2
         frequencies = self.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
-        angles = np.arange(self.shape.context_length, dtype=np.float64)[:, None] * frequencies
+        angles = np.arange(positions or self.shape.context_length, dtype=np.float64)[:, None] * frequencies
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
@@ -87,11 +87,17 @@ class _Keys:
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.require(key) if default is None else self.get(key, default)
-        if not isinstance(value, int) or not 0 < value < 2**31:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
             raise ModelError(
                 f"the model's metadata has {self.architecture}.{key} = {value!r}; a positive integer is needed"
             )
         return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.require(key) if default is None else self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ModelError(f"{self.architecture}.{key} is {value!r} in the model's metadata, not a positive number")
+        return float(value)
 
     def refuse_other(self, key: str, supported: Any) -> None:
         value = self.get(key, supported)

@@ -220,8 +220,17 @@ def test_a_lost_part_is_told(tmp_path):
 # --- whose directory it is
 
 
-def test_another_job_is_refused_unless_fresh(tmp_path):
+def test_a_job_that_has_committed_nothing_makes_room(tmp_path):
+    """As one whose spec was wrong, and has been mended."""
     Checkpoint.open(tmp_path / "out", JOB).close()
+    with Checkpoint.open(tmp_path / "out", OTHER) as checkpoint:
+        assert checkpoint.state == "new"
+    assert read_job(tmp_path / "out")["identity"] == OTHER
+
+
+def test_another_job_is_refused_unless_fresh(tmp_path):
+    with Checkpoint.open(tmp_path / "out", JOB) as checkpoint:
+        checkpoint.commit({})
     with pytest.raises(OutputError, match=r"spec.sampling.max_tokens: 8 there, 9 now.*--fresh"):
         Checkpoint.open(tmp_path / "out", OTHER)
     (tmp_path / "out" / "mine.txt").write_text("kept")
@@ -278,7 +287,7 @@ def test_a_living_process_keeps_the_directory_and_a_dead_one_does_not(tmp_path):
         finally:
             process.kill()
     with Checkpoint.open(tmp_path / "out", {"a": 1}) as checkpoint:
-        assert checkpoint.state == "resumed"
+        assert checkpoint.state == "new"  # the lock is free; nothing had been committed
 
 
 def test_a_lock_file_that_its_holder_has_just_removed_is_not_enough(tmp_path, monkeypatch):

@@ -105,3 +105,10 @@ def test_rope_table():
             angle = position / 100000.0 ** (2 * i / 16)
             assert cos[position, i] == np.float32(np.cos(angle))
             assert sin[position, i] == np.float32(np.sin(angle))
+
+
+@pytest.mark.parametrize("key", ["llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "1", True])
+def test_constants_must_be_positive_numbers(key, value):
+    with pytest.raises(ModelError, match=f"{key} is .*, not a positive number"):
+        ModelConfig.from_gguf({**METADATA, key: value})

@@ -30,7 +30,7 @@ An item that is not final starts afresh and leaves its state at STATE; a final o
 """
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def set_item(item, row, rows, sequence, first, end, state, final):
     item[ROW], item[ROWS], item[SEQUENCE], item[FIRST] = row, rows, sequence, first
     item[END], item[STATE], item[FINAL] = end, state, final
@@ -74,7 +74,7 @@ def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size,
 # maxima, sums (16) and visible keys (16,) int32, each lane a query.
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def scores_on_tiles(q, k, dim, scores):
     """scores (32 keys, 16 queries) = K @ q."""
     tiles.zero0(), tiles.zero1()
@@ -85,7 +85,7 @@ def scores_on_tiles(q, k, dim, scores):
     tiles.store0(scores, 64), tiles.store1(scores + 1024, 64)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def values_on_tiles(p, v, dim, acc):
     """acc (dim, 16 queries) += V @ weights."""
     tiles.load6(p, 64)
@@ -96,14 +96,14 @@ def values_on_tiles(p, v, dim, acc):
         tiles.store0(acc + d, 64), tiles.store1(acc + d + 1024, 64)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def hide_keys(scores, limits):
     """Scores of the keys that a query must not see become the lowest."""
     for key in range(32):
         simd.store(scores + key * 64, simd.keep_above(simd.load(scores + key * 64), limits, key, LOWEST))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def highest_score(scores):
     a, b = simd.load(scores), simd.load(scores + 64)
     c, d = simd.load(scores + 128), simd.load(scores + 192)
@@ -113,7 +113,7 @@ def highest_score(scores):
     return simd.maximum(simd.maximum(a, b), simd.maximum(c, d))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def soften_lanes(scores, p, maxima, sums, acc, dim, hidden, limits):
     """Online softmax of one block: scores -> weights at `p`; maxima, sums and the accumulator move along."""
     if hidden:
@@ -142,7 +142,7 @@ def soften_lanes(scores, p, maxima, sums, acc, dim, hidden, limits):
 # On vectors: scratch holds acc (16, dim) · scores (16, 32) · weights (16, 32) · (maximum, sum) (16, 2), float32.
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def load_any(address, is_bf16):
     """Sixteen consecutive elements."""
     if is_bf16:
@@ -150,7 +150,7 @@ def load_any(address, is_bf16):
     return simd.load(address)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def scores_on_vectors(q, k, dim, rows, kv_bf16, scores):
     """scores (rows, 32) = q (rows, dim) float32 @ K (dim, 32)."""
     size = 2 if kv_bf16 else 4
@@ -164,7 +164,7 @@ def scores_on_vectors(q, k, dim, rows, kv_bf16, scores):
         simd.store(scores + r * 128 + 64, right)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def values_on_vectors(p, v, dim, rows, kv_bf16, acc):
     """acc (rows, dim) += p (rows, 32) float32 @ V (32, dim)."""
     size = 2 if kv_bf16 else 4
@@ -177,7 +177,7 @@ def values_on_vectors(p, v, dim, rows, kv_bf16, acc):
             simd.store(acc + (r * dim + d) * 4, total)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def soften_row(scores, p, visible, stats, acc, dim):
     """Online softmax of one row over one block; a row that sees none of the keys gets weights of zero."""
     left = simd.keep_below(simd.load(scores), visible, LOWEST)

@@ -76,15 +76,17 @@ class StepArrays(NamedTuple):
 
 
 class Crew:
-    """The calling thread and `threads - 1` others that wait to run the same function beside it."""
+    """Threads that wait to run the same function together.
+
+    The calling thread only waits for them, so that it can attend to signals meanwhile.
+    """
 
     def __init__(self, threads: int):
-        self.size = threads
-        self._starts = [threading.Semaphore(0) for _ in range(threads - 1)]
+        self._starts = [threading.Semaphore(0) for _ in range(threads)]
         self._ends = threading.Semaphore(0)
         self._work: Callable[[int], None] | None = None
         self._failure: BaseException | None = None
-        for number, start in enumerate(self._starts, 1):
+        for number, start in enumerate(self._starts):
             threading.Thread(target=self._serve, args=(number, start), daemon=True, name=f"kernel-{number}").start()
 
     def _serve(self, number: int, start: threading.Semaphore) -> None:
@@ -103,7 +105,6 @@ class Crew:
         self._work = work
         for start in self._starts:
             start.release()
-        work(0)
         for _ in self._starts:
             self._ends.acquire()
         if self._failure is not None:

@@ -30,11 +30,14 @@ def is_compiled() -> bool:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`numba.njit` without the interpreter lock, kept on disk. For the functions that Python calls."""
+    """`numba.njit` without the interpreter lock, kept on disk. For the functions that Python calls.
+
+    Kernels divide as numpy does: an exception in one thread would leave the others waiting at a barrier.
+    """
     config: Any = numba.config
     before = config.CACHE_DIR
     config.CACHE_DIR = before or str(cache_directory())
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     finally:
         config.CACHE_DIR = before

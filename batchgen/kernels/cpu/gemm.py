@@ -45,13 +45,13 @@ ROW_GROUP, COLUMN_PANELS = (8, 2) if HAS_AVX512 else (4, 1)
 """Rows and panels held in registers: 16 of 32 AVX-512 registers, 8 of 16 AVX2 ones, 16 of 32 NEON ones."""
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def prefetch_kilobyte(address):
     for line in range(0, 1024, 64):
         prefetch(address + line)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def block_amx(a, b, k_tiles, two, c, ahead):
     """C block on tile registers: rows of `a` (two tiles when `two`), the two panels at `b`.
 
@@ -160,7 +160,7 @@ _pair_rows, _pair_row = (_rows_kernel(KERNEL_AVX512_BF16, r, COLUMN_PANELS) for 
 def _vector_block(many: Any, one: Any, a_size: int, k_bytes: int) -> Any:
     group, panels = ROW_GROUP, COLUMN_PANELS
 
-    @njit(nogil=True)
+    @njit(nogil=True, error_model="numpy")
     def block_vector(a, b, k_tiles, rows, c):
         panel_bytes = k_tiles * 32 * k_bytes
         for panel in range(0, 2, panels):
@@ -183,7 +183,7 @@ block_mixed = _vector_block(_mixed_rows, _mixed_row, 4, 32)
 block_avx512_bf16 = _vector_block(_pair_rows, _pair_row, 2, 32)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def block(kernel, a, b, k_tiles, rows, c, ahead):
     """`rows` (1 to 32) rows of A times 32 columns of B into the scratch `c` (32, 32) float32; see `block_amx`."""
     if kernel == KERNEL_AMX:

@@ -79,12 +79,12 @@ HEAD_PAIRS = 8
 PARTIAL_FIELDS = 4
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def round_up(value, multiple):
     return (value + multiple - 1) // multiple * multiple
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def wait_for_all(barrier, threads, generation):
     """Spin, then give the processor away while others still work."""
     simd.fetch_add(barrier, 1)
@@ -95,14 +95,14 @@ def wait_for_all(barrier, threads, generation):
             simd.sched_yield()
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def tile_address(base, row, column, k, size):
     """Address of (row, column) of an activation with `k` columns, in 16 x 32 tiles of `size`-byte elements."""
     tile = (row // 16) * (k // 32) + column // 32
     return base + (tile * 512 + (row % 16) * 32 + column % 32) * size
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def store_any(address, value, is_bf16):
     if is_bf16:
         simd.store_bf16(address, value)
@@ -110,7 +110,7 @@ def store_any(address, value, is_bf16):
         simd.store(address, value)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def embed_rows(op, model, input_ids, first, end):
     size = 2 if model.table_bf16 else 4
     for t in range(first, end):
@@ -119,7 +119,7 @@ def embed_rows(op, model, input_ids, first, end):
             simd.store(target + i * 4, attention.load_any(source + i * size, model.table_bf16))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def norm_rows(op, model, logits_rows, first, end):
     """RMSNorm (Zhang & Sennrich 2019) of float32 rows into an activation; `op.n` columns count, `op.k` are stored."""
     size = 2 if model.act_bf16 else 4
@@ -135,7 +135,7 @@ def norm_rows(op, model, logits_rows, first, end):
             store_any(tile_address(op.out, r, i, op.k, size), value, model.act_bf16)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def swiglu(gate, up):
     """SiLU(gate) * up (Shazeer 2020)."""
     one = simd.broadcast(np.float32(1))
@@ -143,7 +143,7 @@ def swiglu(gate, up):
     return simd.divide(gate, one + decay) * up
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def store_block(c, target, stride, rows):
     """A 32-column block of float32 to `target`, rows `stride` bytes apart."""
     for _ in range(rows):
@@ -152,7 +152,7 @@ def store_block(c, target, stride, rows):
         c, target = c + 128, target + stride
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def add_block(c, target, stride, rows):
     for _ in range(rows):
         simd.store(target, simd.load(c) + simd.load(target))
@@ -160,7 +160,7 @@ def add_block(c, target, stride, rows):
         c, target = c + 128, target + stride
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def swiglu_block(c, target, tile_stride, rows, is_bf16):
     """SwiGLU of a block's two halves into sixteen columns of an activation, from the top of a tile on."""
     size = 2 if is_bf16 else 4
@@ -170,7 +170,7 @@ def swiglu_block(c, target, tile_stride, rows, is_bf16):
         c += 128
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def finish_block(op, model, c, row, rows, pair):
     """Epilogue of one 32 x 32 block: store, add to the residual, or SwiGLU into the next activation."""
     if op.code == LINEAR_SWIGLU:
@@ -182,25 +182,25 @@ def finish_block(op, model, c, row, rows, pair):
         store_block(c, op.out + (row * op.ld + pair * 32) * 4, op.ld * 4, rows)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def pair_bytes(model, k):
     """Bytes of two weight panels of `k` rows."""
     return k * 32 * (4 if model.kernel == gemm.KERNEL_F32 else 2)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def row_chunk(op, model):
     """Rows of the left operand that a work item takes at a time; decided by shapes alone."""
     return max(64, CHUNK_BYTES // (op.k * (2 if model.act_bf16 else 4)) // 32 * 32)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def count_chunks(op, model, rows):
     chunk = row_chunk(op, model)
     return (rows + chunk - 1) // chunk
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def linear_item(op, model, rows, item, scratch):
     """One pair of weight panels times a chunk of rows."""
     size = 2 if model.act_bf16 else 4
@@ -217,7 +217,7 @@ def linear_item(op, model, rows, item, scratch):
         finish_block(op, model, scratch, row, count, pair)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def rotate(source, target, cos, sin, half, scale):
     """Rotary embedding (Su et al. 2021), dimension i paired with i + half; float32 to float32."""
     if half % 16 == 0:
@@ -235,13 +235,13 @@ def rotate(source, target, cos, sin, half, scale):
             simd.write_f32(target + half * 4 + i, right * c + left * s)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def block_bytes(model):
     """Bytes of the keys, or of the values, of one block of one KV head."""
     return model.dim * 32 * (2 if model.kv_bf16 else 4)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def block_address(model, layer, page, offset, kv_head):
     """Address of the keys of the 32-slot block that holds slot `offset` of a page; its values follow."""
     blocks = model.page_size // 32
@@ -249,7 +249,7 @@ def block_address(model, layer, page, offset, kv_head):
     return model.kv + index * 2 * block_bytes(model)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def write_key(model, block, slot, row):
     """A key (in the cache's type) into its place in a block."""
     if model.kv_amx:
@@ -264,7 +264,7 @@ def write_key(model, block, slot, row):
                 simd.write_f32(block + (i * 32 + slot) * 4, simd.read_f32(row + i * 4))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def write_value(model, block, slot, row):
     if model.kv_amx:
         for i in range(model.dim):
@@ -275,7 +275,7 @@ def write_value(model, block, slot, row):
             simd.write_i32(block + slot * model.dim * size + i, simd.read_i32(row + i))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def pack_row(model, row):
     """Float32 to the cache's type in place: the first half of the row's bytes when that is bfloat16."""
     if model.kv_bf16:
@@ -283,7 +283,7 @@ def pack_row(model, row):
             simd.store_bf16(row + i * 2, simd.load(row + i * 4))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def rope_rows(op, model, positions, slot_mapping, first, end, scratch):
     """Rotate q and k, scale q for exp2, lay q out by KV head and write k and v into the cache."""
     d, half, q_size = model.head_dim, model.head_dim // 2, 2 if model.kv_amx else 4
@@ -316,7 +316,7 @@ def rope_rows(op, model, positions, slot_mapping, first, end, scratch):
             simd.store(scratch + i, zero)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def copy_element(size, source, target):
     if size == 2:
         simd.write_u16(target, simd.read_u16(source))
@@ -324,7 +324,7 @@ def copy_element(size, source, target):
         simd.write_i32(target, simd.read_i32(source))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def copy_slot(model, layer, source, target):
     """Copy one token's keys and values of one layer to another slot."""
     size = 2 if model.kv_bf16 else 4
@@ -344,7 +344,7 @@ def copy_slot(model, layer, source, target):
                 copy_element(size, va + (s * model.dim + i) * size, vb + (t * model.dim + i) * size)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def clear_page(model, page, layer):
     """Zero a new page's values: attention multiplies the slots past a sequence's end by zero, and 0 * NaN is NaN."""
     zero = simd.broadcast(np.float32(0))
@@ -355,19 +355,19 @@ def clear_page(model, page, layer):
                 simd.store(values + i, zero)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def query_address(model, kv_head, row):
     """Address of a query row; rows are tokens times the heads that share a KV head."""
     return model.q + (kv_head * model.max_tokens * model.group + row) * model.dim * (2 if model.kv_amx else 4)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def state_address(model, kv_head, row):
     """Address of the carried state of the sixteen rows that hold `row`: an accumulator, maxima, sums."""
     return model.state + (kv_head * model.state_items + row // 16) * 64 * (model.dim + 2)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def attend_on_tiles(op, model, positions, block_tables, item, kv_head, scratch):
     """One work item of attention.py for one KV head, a query in each lane."""
     dim, rows, row0 = model.dim, np.int64(item[attention.ROWS]), np.int64(item[attention.ROW])
@@ -411,7 +411,7 @@ def attend_on_tiles(op, model, positions, block_tables, item, kv_head, scratch):
             simd.store(state + d, simd.load(acc + d))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def write_limits(model, positions, row0, rows, slot, limits):
     """How many keys from `slot` on each lane may see; lanes without a row see what the last row sees."""
     for r in range(16):
@@ -419,7 +419,7 @@ def write_limits(model, positions, row0, rows, slot, limits):
         simd.write_i32(limits + r * 4, np.int32(positions[token] + 1 - slot))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def write_lanes(op, model, row0, rows, kv_head, acc, sums, block):
     """Normalise finished lanes into the next activation, at (token, head * head_dim)."""
     inverse = simd.divide(simd.broadcast(attention.ONE), simd.load(sums))
@@ -433,7 +433,7 @@ def write_lanes(op, model, row0, rows, kv_head, acc, sums, block):
             simd.store_bf16(target, simd.load(block + r * 64))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def attend_on_vectors(op, model, positions, block_tables, item, kv_head, scratch):
     """One work item of attention.py for one KV head, a query at a time."""
     dim, rows, row0 = model.dim, np.int64(item[attention.ROWS]), np.int64(item[attention.ROW])
@@ -463,7 +463,7 @@ def attend_on_vectors(op, model, positions, block_tables, item, kv_head, scratch
             move_row(model, kv_head, np.int64(item[attention.STATE]) + r, acc + r * dim * 4, stats + r * 8, True)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def move_row(model, kv_head, row, acc, stats, save):
     """One row's accumulator, maximum and sum to its carried state, or back from there."""
     state = state_address(model, kv_head, row) + row % 16 * (model.dim + 2) * 4
@@ -479,7 +479,7 @@ def move_row(model, kv_head, row, acc, stats, save):
             simd.write_f32(stats + i, simd.read_f32(state + model.dim * 4 + i))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def write_row(op, model, row, kv_head, acc, total):
     """Normalise a finished row into the next activation, at (token, head * head_dim)."""
     size = 2 if model.act_bf16 else 4
@@ -489,12 +489,12 @@ def write_row(op, model, row, kv_head, acc, total):
         store_any(tile_address(op.out, token, head * model.head_dim + i, op.n, size), value, model.act_bf16)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def head_groups(op):
     return (op.n + 32 * HEAD_PAIRS - 1) // (32 * HEAD_PAIRS)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def head_item(op, model, rows, item, needs_logits, scratch):
     """A group of the output head's columns: per row its maximum, where that is, and the sum of exponentials."""
     size = 2 if model.act_bf16 else 4
@@ -516,7 +516,7 @@ def head_item(op, model, rows, item, needs_logits, scratch):
                 keep_logits(model, scratch + r * 128, begin, end, row + r)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def hide_padding(model, blocks, begin, end):
     """The columns past the vocabulary, in the last block, must not win."""
     column = (end - 1) * 32
@@ -527,7 +527,7 @@ def hide_padding(model, blocks, begin, end):
             simd.store(c + 64, simd.keep_below(simd.load(c + 64), model.vocab - column - 16, attention.LOWEST))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def keep_logits(model, c, begin, end, row):
     target = model.logits + (row * round_up(model.vocab, 32) + begin * 32) * 4
     for pair in range(end - begin):
@@ -535,7 +535,7 @@ def keep_logits(model, c, begin, end, row):
         simd.store(target + pair * 128 + 64, simd.load(c + pair * 4096 + 64))
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def head_row(c, column, pairs, partial):
     """Maximum, sum of exponentials and arg-max of one row over `pairs` blocks, 4096 bytes apart."""
     left, right = simd.load(c), simd.load(c + 64)
@@ -558,7 +558,7 @@ def head_row(c, column, pairs, partial):
             break
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def pick_row(op, model, row, best, best_logit, log_sum):
     """Join a row's partial results in column order: arg-max, its logit, log of the sum of exponentials."""
     groups = head_groups(op)
@@ -575,7 +575,7 @@ def pick_row(op, model, row, best, best_logit, log_sum):
     log_sum[row] = np.float64(top) + np.log(total)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def count_items(op, model, step):
     rows = step.rows if op.logits_rows else step.tokens
     if op.code == EMBED or op.code == NORM or op.code == ROPE:
@@ -593,7 +593,7 @@ def count_items(op, model, step):
     return step.samples
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
     """Execute one work item of an operation other than attention."""
     rows = step.rows if op.logits_rows else step.tokens
@@ -616,7 +616,7 @@ def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
         sample_item(model, item, arrays, vocab_scratch)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def sample_item(model, item, arrays, vocab_scratch):
     sample = arrays.samples[item]
     row, token = sample.row, arrays.best[sample.row]
@@ -635,7 +635,7 @@ def sample_item(model, item, arrays, vocab_scratch):
     arrays.logprobs[item] = np.float32(np.float64(logit) - arrays.log_sum[row])
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def attention_level(op, model, arrays, first, end, counter, scratch):
     total = (end - first) * model.kv_heads
     while True:
@@ -649,7 +649,7 @@ def attention_level(op, model, arrays, first, end, counter, scratch):
             attend_on_vectors(op, model, arrays.positions, arrays.block_tables, item, n % model.kv_heads, scratch)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def copy_level(op, model, arrays, copies, counter):
     while True:
         n = simd.fetch_add(counter, 1)
