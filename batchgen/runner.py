@@ -357,10 +357,10 @@ class _Run:
     def _done_share(self) -> float:
         """By tokens while answers are under way, by rows when these turn out shorter than they might."""
         rows, tokens = len(self._job.prompts.row_index), self._job.plan.distinct_tokens + self._job.new_tokens
-        done = self._before.get("computed_prompt_tokens", 0) + self._before.get("generated_tokens", 0)
-        done += self._computed + self._engine.scheduler.generated_tokens
-        by_rows = (self._before.get("rows", 0) + self._rows) / rows if rows else 1.0
-        return min(1.0, max(by_rows, done / tokens if tokens else 0.0))
+        before = self._before.get("rows", 0) / max(rows, 1)  # rows that were under way start over
+        by_rows = before + self._rows / max(rows, 1)
+        by_tokens = before + (self._computed + self._engine.scheduler.generated_tokens) / max(tokens, 1)
+        return min(1.0, max(by_rows, by_tokens))
 
     def _deliver(self, generated: int) -> None:
         output, prompts = self._job.spec.output, self._job.prompts

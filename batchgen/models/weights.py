@@ -41,22 +41,39 @@ class DecoderWeights:
     output: Any
 
 
+class _Tensors:
+    """`tensor(name, *shape)`: its values, presence and shape checked. Knows which have not been asked for."""
+
+    def __init__(self, source: TensorSource):
+        self._source = source
+        self._unused = set(source.names())
+
+    def __call__(self, name: str, *expected: int) -> NDArray[np.float32]:
+        self._unused.discard(name)
+        found = self._source.shape_of(name)
+        if found is None:
+            raise ModelError(f"the model file lacks the tensor '{name}'")
+        if found != expected:
+            raise ModelError(f"tensor '{name}' has shape {found}; the metadata asks for {expected}")
+        return self._source.dequantize(name)
+
+    def refuse_unused(self, architecture: str) -> None:
+        """Ignoring a tensor would mean to compute something else than the model says."""
+        if self._unused:
+            names = sorted(self._unused)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(
+                f"the model has tensors that are not used for {architecture} here: {', '.join(names[:3])}{more}"
+            )
+
+
 def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> DecoderWeights:
     """Dequantise and pack part by part. ModelError for a tensor that is missing, misshapen or not known here."""
     shape = config.shape
     hidden, vocab, ffn = shape.hidden_size, shape.vocab_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
-    unused = set(source.names())
-
-    def tensor(name: str, *expected: int) -> NDArray[np.float32]:
-        unused.discard(name)
-        found = source.shape_of(name)
-        if found is None:
-            raise ModelError(f"the model file lacks the tensor '{name}'")
-        if found != expected:
-            raise ModelError(f"tensor '{name}' has shape {found}; the metadata asks for {expected}")
-        return source.dequantize(name)
+    tensor = _Tensors(source)
 
     def layer(i: int) -> LayerWeights:
         block = f"blk.{i}."
@@ -84,16 +101,8 @@ def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> D
         output_norm=backend.vector(tensor("output_norm.weight", hidden)),
         output=output,
     )
-    if unused:
-        raise ModelError(
-            f"the model file has tensors that a {config.architecture} model here does not use: {_few(unused)}"
-        )
+    tensor.refuse_unused(config.architecture)
     return weights
-
-
-def _few(names: set[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
 def split_rotary(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
