@@ -287,7 +287,7 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
         ),
         ({"a": pa.int64(), "b": pa.large_string()}, {"id": None, "prompt": "{{ b }}"}),
         ({"a": pa.int64()}, {"prompt": "{{ a }}"}),
-        ({"my text": pa.string(), "not": pa.string(), "range": pa.string(), "b": pa.int64()}, {"prompt": "{{ b }}"}),
+        ({"my text": pa.string(), "not": pa.string(), "a b": pa.string(), "b": pa.int64()}, {"prompt": "{{ b }}"}),
         ({"prompt": pa.string(), "chat": MESSAGES, "id": pa.int32()}, {"id": "id", "messages": "chat"}),
         ({"no": pa.large_list(pa.int32()), "s": pa.string()}, {"token_ids": None, "prompt": "{{ s }}"}),
         ({"input_ids": pa.large_list(pa.int32()), "s": pa.string()}, {"token_ids": "input_ids"}),

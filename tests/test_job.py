@@ -20,7 +20,6 @@ from batchgen.errors import InputError, OutputError, SpecError
 from batchgen.runner import plan_job
 from tests.conftest import DATA, ROOT
 
-FAST = {"max_batch_tokens": 1024}
 ANSWER = ["text", "token_ids", "finish_reason", "stop_reason", "num_generated_tokens", "cumulative_logprob", "error"]
 
 
@@ -64,7 +63,6 @@ def check_timings(spec: Any, totals: dict[str, Any]) -> None:
     assert rows["token_id"].to_list() == answers["token_ids"].to_list()
     by_row = timings.group_by("row_index").agg(pl.col("logprob").cast(pl.Float64).sum()).sort("row_index")
     np.testing.assert_allclose(by_row["logprob"], answers["cumulative_logprob"], rtol=1e-12)
-    assert timings.sort("row_index", "token_index")["t_ns"].to_list() != []
     assert (timings.sort("row_index", "token_index").group_by("row_index").agg(
         pl.col("t_ns").diff().drop_nulls().min())["t_ns"] > 0).all()  # fmt: skip
     assert timings.filter(pl.col("phase") == "prefill").height == answers.height

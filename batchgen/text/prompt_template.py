@@ -4,6 +4,7 @@ Settings: block tags take their own line with them (`trim_blocks`, `lstrip_block
 is no random filter and no clock, so a row always gives the same text. A column's text is data: it is never rendered.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -185,7 +186,13 @@ def _assignment(environment: BoundedEnvironment, expression: nodes.Expr) -> jinj
 
 
 def _columns(environment: BoundedEnvironment, tree: nodes.Template) -> frozenset[str]:
-    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment.globals)
+    """The names looked up in the row. `range` and the like are functions where they are called, columns elsewhere."""
+    used = Counter(node.name for node in tree.find_all(nodes.Name))
+    if used["self"]:
+        raise jinja2.TemplateSyntaxError("'self' means the template itself; a column of that name cannot be used", 1)
+    called = Counter(call.node.name for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name))
+    shadowing = {name for name in environment.globals if used[name] > called[name]}
+    return frozenset(meta.find_undeclared_variables(tree)) | shadowing
 
 
 def _values(row: Mapping[str, Any], columns: frozenset[str]) -> dict[str, Any]:

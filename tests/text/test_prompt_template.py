@@ -146,3 +146,19 @@ def test_value_columns_and_errors():
     with pytest.raises(RowError) as caught:
         compile_value("{{ gap }}!").evaluate(ROW)
     assert caught.value.code == "prompt_missing"
+
+
+def test_a_column_with_the_name_of_a_function_is_a_column_unless_it_is_called():
+    row = {"range": "5 km", "dict": "a book", "namespace": "x", "raise_exception": "y"}
+    for name, text in row.items():
+        template = PromptTemplate("{{ " + name + " }}")
+        assert template.columns == {name}
+        assert template.render(row) == text
+        assert compile_value("{{ " + name + " }}").evaluate(row) == text
+    called = PromptTemplate("{% for i in range(2) %}{{ i }}{% endfor %}")
+    assert called.columns == frozenset() and called.render(row) == "01"
+
+
+def test_self_cannot_be_a_column():
+    with pytest.raises(SpecError, match="'self' means the template itself"):
+        PromptTemplate("Say {{ self }}")

@@ -89,9 +89,9 @@ def _load_pairs(builder: Any, address: Any) -> Any:
     return value
 
 
-def _steps(kind: int) -> list[tuple[int, int]]:
-    """(k within the unrolled run, k consumed) of each multiply-add."""
-    return [(k, 2) for k in range(0, 8, 2)] if kind == KERNEL_AVX512_BF16 else [(k, 1) for k in range(8)]
+def _steps(kind: int) -> range:
+    """Rows of B of one unrolled run of eight, by twos where the kernel takes pairs."""
+    return range(0, 8, 2 if kind == KERNEL_AVX512_BF16 else 1)
 
 
 def _weights(builder: Any, kind: int, base: Any, k: int) -> Any:
@@ -110,7 +110,7 @@ def _rows_kernel(kind: int, rows: int, panels: int) -> Any:
     a_size, k_bytes = (2, 32) if kind == KERNEL_AVX512_BF16 else (4, 64 if kind == KERNEL_F32 else 32)
 
     def step(builder, accumulators, a, b, panel_bytes):
-        for k, _ in _steps(kind):
+        for k in _steps(kind):
             columns = [
                 _weights(builder, kind, builder.add(b, builder.mul(panel_bytes, I64(p))), k) for p in range(panels)
             ]
