@@ -175,8 +175,8 @@ def prepare(spec: JobSpec, table: InputTable, model: ModelFile, numerics: Numeri
     answer_pages = samples * (-(-rooms // engine.page_size) + 1)
     own = own_pages(plan, answer_pages[plan.order], engine.page_size)
     wanted = pages_at_once(plan, own, engine.page_size, engine.max_num_seqs)
-    # Memory is taken only as it is touched, so the cache is as large as the whole plan where it may be.
-    pages = max(1, min(most_pages, int(own.sum())))
+    # Memory is taken only as it is touched, so the cache is as large as the whole plan (which shares) where it may be.
+    pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing else most_pages
     return PreparedJob(spec, model, numerics, backend, prompts, plan, int((samples * rooms).sum()), pages, wanted)
 
 
