@@ -1,5 +1,6 @@
 """The CPU backend: packs weights, owns memory and threads, records the program and runs it."""
 
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,20 @@ from batchgen.kernels.base import KEY_BLOCK, ModelShape, Ops, StepBatch, StepLim
 from batchgen.kernels.cpu import attention, gemm, pack, program, tiles
 from batchgen.kernels.cpu.features import available_kernels
 
-ALIGNMENT = 4096
+ALIGNMENT, HUGE_PAGE = 4096, 2 << 20
 
 
 def aligned_zeros(count: int, dtype: Any) -> NDArray[Any]:
-    """Zeros on a page boundary; memory is taken only as it is touched."""
+    """Zeros on a page boundary, on huge pages where the system has them; memory is taken only as it is touched."""
     dtype = np.dtype(dtype)
-    raw = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + count * dtype.itemsize].view(dtype)
+    size = count * dtype.itemsize
+    alignment = HUGE_PAGE if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else ALIGNMENT
+    memory = mmap.mmap(-1, size + alignment)
+    if alignment == HUGE_PAGE:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + size].view(dtype)
 
 
 def pad(value: int, multiple: int = 32) -> int:
@@ -206,7 +212,9 @@ class CpuBackend:
         recorder = Recorder(self, shape, self._tokens, self._rows)
         forward(recorder)
         self._ops = np.concatenate(recorder.ops)
+        self._ops["fused_end"] = program.fused_ends(self._ops)
         self._counters = self._keep("counters", len(self._ops) * program.COUNTERS_PER_OP, np.int64)
+        self.times = np.zeros((self._threads, len(self._ops), 2), np.int64)
         self._outputs()
 
     def _keep(self, name: str, count: int, dtype: Any) -> NDArray[Any]:
@@ -278,7 +286,7 @@ class CpuBackend:
         )
         self._steps[0] = (
             batch.num_tokens, len(batch.logits_rows), samples, len(batch.copies), len(batch.cleared_pages), shared,
-            items,
+            items, program.chunk_rows(batch.num_tokens, self._threads),
         )  # fmt: skip
         tokens, logprobs = np.zeros(samples, np.int32), np.zeros(samples, np.float32)
         self._counters[:] = 0
@@ -290,7 +298,9 @@ class CpuBackend:
         )  # fmt: skip
 
         def work(thread: int) -> None:
-            program.run(self._ops, self._models, self._steps, arrays, thread, self._vocab_scratch[thread])
+            program.run(
+                self._ops, self._models, self._steps, arrays, thread, self._vocab_scratch[thread], self.times[thread]
+            )
 
         assert self._crew is not None, "run comes after build"
         self._crew.run(work)

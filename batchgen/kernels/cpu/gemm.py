@@ -51,29 +51,43 @@ def prefetch_kilobyte(address):
         prefetch(address + line)
 
 
-@njit(nogil=True, error_model="numpy")
-def block_amx(a, b, k_tiles, two, c, ahead):
-    """C block on tile registers: rows of `a` (two tiles when `two`), the two panels at `b`.
+def amx_block(finish_row: Any) -> Any:
+    """A function `(a, b, k_tiles, two, c, done, target, stride, count, model)` that multiplies on tile registers.
 
-    Along the way it prefetches `k_tiles` kilobytes at `ahead`, where the caller's next weights lie; 0: nothing.
+    It takes the rows of `a` (two tiles when `two`) and the two panels at `b` to the block `c`. Meanwhile it calls
+    `finish_row(done, target, stride, row, model)` for the `count` rows of the block before.
     """
-    a1, b1 = a + k_tiles * 1024, b + k_tiles * 1024
-    tiles.zero0(), tiles.zero1()
-    if two:
-        tiles.zero2(), tiles.zero3()
+
+    @njit(nogil=True, error_model="numpy")
+    def block_amx(a, b, k_tiles, two, c, done, target, stride, count, model):
+        a1, b1 = a + k_tiles * 1024, b + k_tiles * 1024
+        each, row = (31 + k_tiles) // k_tiles, 0
+        tiles.zero0(), tiles.zero1()
+        if two:
+            tiles.zero2(), tiles.zero3()
         for k in range(0, k_tiles * 1024, 1024):
-            if ahead:
-                prefetch_kilobyte(ahead + k)
-            tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64), tiles.load5(a1 + k, 64)
-            tiles.dot_046(), tiles.dot_147(), tiles.dot_256(), tiles.dot_357()
-        tiles.store2(c + 2048, 128), tiles.store3(c + 2112, 128)
-    else:
-        for k in range(0, k_tiles * 1024, 1024):
-            if ahead:
-                prefetch_kilobyte(ahead + k)
             tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64)
-            tiles.dot_046(), tiles.dot_147()
-    tiles.store0(c, 128), tiles.store1(c + 64, 128)
+            if two:
+                tiles.load5(a1 + k, 64)
+                tiles.dot_046(), tiles.dot_147(), tiles.dot_256(), tiles.dot_357()
+            else:
+                tiles.dot_046(), tiles.dot_147()
+            for _ in range(min(each, count - row)):
+                finish_row(done, target, stride, row, model)
+                row += 1
+        tiles.store0(c, 128), tiles.store1(c + 64, 128)
+        if two:
+            tiles.store2(c + 2048, 128), tiles.store3(c + 2112, 128)
+
+    return block_amx
+
+
+@njit(nogil=True, error_model="numpy")
+def _no_row(c, target, stride, r, model):
+    pass
+
+
+_block_amx_alone = amx_block(_no_row)
 
 
 def _dot_bf16(builder: Any, acc: Any, a_pair: Any, b_pairs: Any) -> Any:
@@ -184,13 +198,20 @@ block_avx512_bf16 = _vector_block(_pair_rows, _pair_row, 2, 32)
 
 
 @njit(nogil=True, error_model="numpy")
-def block(kernel, a, b, k_tiles, rows, c, ahead):
-    """`rows` (1 to 32) rows of A times 32 columns of B into the scratch `c` (32, 32) float32; see `block_amx`."""
-    if kernel == KERNEL_AMX:
-        block_amx(a, b, k_tiles, rows > 16, c, ahead)
-    elif kernel == KERNEL_AVX512_BF16:
+def block_vector(kernel, a, b, k_tiles, rows, c):
+    """`rows` (1 to 32) rows of A times 32 columns of B into the scratch `c` (32, 32) float32."""
+    if kernel == KERNEL_AVX512_BF16:
         block_avx512_bf16(a, b, k_tiles, rows, c)
     elif kernel == KERNEL_BF16_WEIGHTS:
         block_mixed(a, b, k_tiles, rows, c)
     else:
         block_f32(a, b, k_tiles, rows, c)
+
+
+@njit(nogil=True, error_model="numpy")
+def block(kernel, a, b, k_tiles, rows, c):
+    """The same for every kernel."""
+    if kernel == KERNEL_AMX:
+        _block_amx_alone(a, b, k_tiles, rows > 16, c, c, c, 0, 0, 0)
+    else:
+        block_vector(kernel, a, b, k_tiles, rows, c)

@@ -6,6 +6,8 @@ set aside delays nobody until the barrier at the operation's end. The split into
 the number of threads.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -25,6 +27,7 @@ OP_DTYPE = np.dtype(
         ("n", np.int64),  # columns of the result
         ("ld", np.int64),  # floats from one row of the float32 operand or result to the next
         ("layer", np.int64),
+        ("fused_end", np.int64),  # end of the operations from this one on that look at one row at a time
         ("eps", np.float64),
     ],
     align=True,
@@ -67,15 +70,21 @@ MODEL_DTYPE = np.dtype(
 )
 
 STEP_DTYPE = np.dtype(
-    [(name, np.int64) for name in ("tokens", "rows", "samples", "copies", "cleared", "shared_items", "items")],
+    [(name, np.int64) for name in ("tokens", "rows", "samples", "copies", "cleared", "shared_items", "items", "chunk")],
     align=True,
 )
+
+ROW_BY_ROW = (EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE)
+LEAST_ROWS, MOST_ROWS = 96, 256
+"""Per chunk: fewer do not pay for reading all weights, more leave the second-level cache."""
 
 COUNTERS_PER_OP = 8
 CHUNK_BYTES = 1 << 19
 """Of activations that stay in a core's second-level cache while the weights pass by."""
 HEAD_PAIRS = 8
-"""Column pairs of the output head per work item."""
+"""Pairs of weight panels of the output head per work item."""
+ITEM_PAIRS = 3
+"""Pairs of weight panels of the other products per work item."""
 PARTIAL_FIELDS = 4
 
 
@@ -144,42 +153,24 @@ def swiglu(gate, up):
 
 
 @njit(nogil=True, error_model="numpy")
-def store_block(c, target, stride, rows):
-    """A 32-column block of float32 to `target`, rows `stride` bytes apart."""
-    for _ in range(rows):
-        simd.store(target, simd.load(c))
-        simd.store(target + 64, simd.load(c + 64))
-        c, target = c + 128, target + stride
+def store_row(c, target, stride, r, model):
+    """Row `r` of a 32-column block of float32 to `target`, rows `stride` bytes apart."""
+    simd.store(target + r * stride, simd.load(c + r * 128))
+    simd.store(target + r * stride + 64, simd.load(c + r * 128 + 64))
 
 
 @njit(nogil=True, error_model="numpy")
-def add_block(c, target, stride, rows):
-    for _ in range(rows):
-        simd.store(target, simd.load(c) + simd.load(target))
-        simd.store(target + 64, simd.load(c + 64) + simd.load(target + 64))
-        c, target = c + 128, target + stride
+def add_row(c, target, stride, r, model):
+    c, target = c + r * 128, target + r * stride
+    simd.store(target, simd.load(c) + simd.load(target))
+    simd.store(target + 64, simd.load(c + 64) + simd.load(target + 64))
 
 
 @njit(nogil=True, error_model="numpy")
-def swiglu_block(c, target, tile_stride, rows, is_bf16):
-    """SwiGLU of a block's two halves into sixteen columns of an activation, from the top of a tile on."""
-    size = 2 if is_bf16 else 4
-    for r in range(rows):
-        place = target + r // 16 * tile_stride + r % 16 * 32 * size
-        store_any(place, swiglu(simd.load(c), simd.load(c + 64)), is_bf16)
-        c += 128
-
-
-@njit(nogil=True, error_model="numpy")
-def finish_block(op, model, c, row, rows, pair):
-    """Epilogue of one 32 x 32 block: store, add to the residual, or SwiGLU into the next activation."""
-    if op.code == LINEAR_SWIGLU:
-        size = 2 if model.act_bf16 else 4
-        swiglu_block(c, tile_address(op.out, row, pair * 16, op.n, size), op.n * 16 * size, rows, model.act_bf16)
-    elif op.code == LINEAR_ADD:
-        add_block(c, op.out + (row * op.ld + pair * 32) * 4, op.ld * 4, rows)
-    else:
-        store_block(c, op.out + (row * op.ld + pair * 32) * 4, op.ld * 4, rows)
+def swiglu_row(c, target, stride, r, model):
+    """SwiGLU of a row's two halves into sixteen columns of an activation, whose tiles are `stride` bytes apart."""
+    place = target + r // 16 * stride + r % 16 * 32 * (2 if model.act_bf16 else 4)
+    store_any(place, swiglu(simd.load(c + r * 128), simd.load(c + r * 128 + 64)), model.act_bf16)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -189,8 +180,68 @@ def pair_bytes(model, k):
 
 
 @njit(nogil=True, error_model="numpy")
+def block_target(op, model, row, pair):
+    """Where the block at `row` and column pair `pair` goes, and the stride that the epilogue of `op` expects."""
+    if op.code == LINEAR_SWIGLU:
+        size = 2 if model.act_bf16 else 4
+        return tile_address(op.out, row, pair * 16, op.n, size), op.n * 16 * size
+    return op.out + (row * op.ld + pair * 32) * 4, op.ld * 4
+
+
+def _linear_blocks(finish_row: Any) -> Any:
+    """A function `(op, model, rows, pairs, scratch)`: all blocks of a range of rows and of pairs of panels.
+
+    `finish_row` turns a row of a block into results. On tiles it works on the block before the one that is being
+    multiplied, so that vector and tile units are busy together.
+    """
+    block_amx = gemm.amx_block(finish_row)
+
+    @njit(nogil=True, error_model="numpy")
+    def linear_blocks(op, model, rows, pairs, scratch):
+        size = 2 if model.act_bf16 else 4
+        number, done, target, stride, count = 0, scratch, np.int64(0), np.int64(0), np.int64(0)
+        for pair in range(pairs[0], pairs[1]):
+            weight = op.w + pair * pair_bytes(model, op.k)
+            for row in range(rows[0], rows[1], 32):
+                here = min(32, rows[1] - row)
+                x = op.x + (row // 16) * op.k * 16 * size
+                if model.kernel == gemm.KERNEL_AMX:
+                    c = scratch + number % 2 * 4096
+                    block_amx(x, weight, op.k // 32, here > 16, c, done, target, stride, count, model)
+                    done, count, number = c, here, number + 1
+                    target, stride = block_target(op, model, row, pair)
+                else:
+                    gemm.block_vector(model.kernel, x, weight, op.k // 32, here, scratch)
+                    target, stride = block_target(op, model, row, pair)
+                    for r in range(here):
+                        finish_row(scratch, target, stride, r, model)
+        for r in range(count):
+            finish_row(done, target, stride, r, model)
+
+    return linear_blocks
+
+
+_linear_store, _linear_add, _linear_swiglu = (_linear_blocks(f) for f in (store_row, add_row, swiglu_row))
+
+
+@njit(nogil=True, error_model="numpy")
+def linear(op, model, rows, pairs, scratch):
+    if op.code == LINEAR_SWIGLU:
+        _linear_swiglu(op, model, rows, pairs, scratch)
+    elif op.code == LINEAR_ADD:
+        _linear_add(op, model, rows, pairs, scratch)
+    else:
+        _linear_store(op, model, rows, pairs, scratch)
+
+
+@njit(nogil=True, error_model="numpy")
+def count_pairs(op):
+    return (2 * op.n if op.code == LINEAR_SWIGLU else op.n) // 32
+
+
+@njit(nogil=True, error_model="numpy")
 def row_chunk(op, model):
-    """Rows of the left operand that a work item takes at a time; decided by shapes alone."""
+    """Rows of the left operand that stay in a core's second-level cache while the weights pass by."""
     return max(64, CHUNK_BYTES // (op.k * (2 if model.act_bf16 else 4)) // 32 * 32)
 
 
@@ -201,20 +252,12 @@ def count_chunks(op, model, rows):
 
 
 @njit(nogil=True, error_model="numpy")
-def linear_item(op, model, rows, item, scratch):
-    """One pair of weight panels times a chunk of rows."""
-    size = 2 if model.act_bf16 else 4
-    pairs = (2 * op.n if op.code == LINEAR_SWIGLU else op.n) // 32
-    chunk = row_chunk(op, model)
-    first, pair = (item // pairs) * chunk, item % pairs
-    weight = op.w + pair * pair_bytes(model, op.k)
-    ahead = weight + model.threads * pair_bytes(model, op.k)
-    for row in range(first, min(rows, first + chunk), 32):
-        count = min(32, rows - row)
-        gemm.block(model.kernel, op.x + (row // 16) * op.k * 16 * size, weight, op.k // 32, count, scratch, ahead)
-        # Two blocks fetch the next weights, a panel each; with fewer rows the second panel is left to the processor.
-        ahead = ahead + op.k * 32 if row == first else 0
-        finish_block(op, model, scratch, row, count, pair)
+def linear_item(op, model, total, item, scratch):
+    """A few pairs of weight panels times a chunk of rows."""
+    groups = (count_pairs(op) + ITEM_PAIRS - 1) // ITEM_PAIRS
+    first, pair = item // groups * row_chunk(op, model), item % groups * ITEM_PAIRS
+    rows = first, min(total, first + row_chunk(op, model))
+    linear(op, model, rows, (pair, min(count_pairs(op), pair + ITEM_PAIRS)), scratch)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -507,7 +550,7 @@ def head_item(op, model, rows, item, needs_logits, scratch):
         for pair in range(begin, end):
             weight = op.w + pair * pair_bytes(model, op.k)
             x = op.x + (row // 16) * op.k * 16 * size
-            gemm.block(model.kernel, x, weight, op.k // 32, count, scratch + (pair - begin) * 4096, weight + op.k * 64)
+            gemm.block(model.kernel, x, weight, op.k // 32, count, scratch + (pair - begin) * 4096)
         hide_padding(model, scratch, begin, end)
         for r in range(count):
             partial = model.partial + ((row + r) * groups + group) * PARTIAL_FIELDS * 4
@@ -580,10 +623,8 @@ def count_items(op, model, step):
     rows = step.rows if op.logits_rows else step.tokens
     if op.code == EMBED or op.code == NORM or op.code == ROPE:
         return (rows + 15) // 16
-    if op.code == LINEAR or op.code == LINEAR_ADD:
-        return count_chunks(op, model, rows) * (op.n // 32)
-    if op.code == LINEAR_SWIGLU:
-        return count_chunks(op, model, rows) * (op.n // 16)
+    if op.code == LINEAR or op.code == LINEAR_ADD or op.code == LINEAR_SWIGLU:
+        return count_chunks(op, model, rows) * ((count_pairs(op) + ITEM_PAIRS - 1) // ITEM_PAIRS)
     if op.code == CLEAR:
         return step.cleared * model.layers
     if op.code == HEAD:
@@ -594,18 +635,24 @@ def count_items(op, model, step):
 
 
 @njit(nogil=True, error_model="numpy")
-def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
-    """Execute one work item of an operation other than attention."""
-    rows = step.rows if op.logits_rows else step.tokens
-    first, end = item * 16, min(rows, item * 16 + 16)
+def do_rows(op, model, first, end, scratch, arrays):
+    """An operation that looks at one row at a time, on some of the step's rows."""
     if op.code == EMBED:
         embed_rows(op, model, arrays.input_ids, first, end)
     elif op.code == NORM:
         norm_rows(op, model, arrays.logits_rows, first, end)
-    elif op.code == LINEAR or op.code == LINEAR_ADD or op.code == LINEAR_SWIGLU:
-        linear_item(op, model, rows, item, scratch)
     elif op.code == ROPE:
         rope_rows(op, model, arrays.positions, arrays.slot_mapping, first, end, scratch)
+    else:
+        linear(op, model, (first, end), (0, count_pairs(op)), scratch)
+
+
+@njit(nogil=True, error_model="numpy")
+def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
+    """Execute one work item of an operation other than attention."""
+    rows = step.rows if op.logits_rows else step.tokens
+    if op.code == LINEAR or op.code == LINEAR_ADD or op.code == LINEAR_SWIGLU:
+        linear_item(op, model, rows, item, scratch)
     elif op.code == CLEAR:
         clear_page(model, np.int64(arrays.cleared_pages[item // model.layers]), item % model.layers)
     elif op.code == HEAD:
@@ -614,6 +661,8 @@ def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
         pick_row(op, model, item, arrays.best, arrays.best_logit, arrays.log_sum)
     elif op.code == SAMPLE:
         sample_item(model, item, arrays, vocab_scratch)
+    else:
+        do_rows(op, model, item * 16, min(rows, item * 16 + 16), scratch, arrays)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -658,39 +707,92 @@ def copy_level(op, model, arrays, copies, counter):
         copy_slot(model, op.layer, arrays.copies[n, 0], arrays.copies[n, 1])
 
 
-@compiled
-def run(ops, models, steps, arrays, thread, vocab_scratch):
-    """One thread's part in one step: every operation of the program, with a barrier after each.
+@njit(nogil=True, error_model="numpy")
+def attend(op, model, step, arrays, counter, generation, scratch):
+    """Copies, then runs of keys that sequences share, then the rest; returns the barriers passed."""
+    if step.copies:
+        copy_level(op, model, arrays, step.copies, counter + 16)
+        generation += 1
+        wait_for_all(model.barrier, model.threads, generation)
+    if step.shared_items:
+        attention_level(op, model, arrays, 0, step.shared_items, counter + 8, scratch)
+        generation += 1
+        wait_for_all(model.barrier, model.threads, generation)
+    attention_level(op, model, arrays, step.shared_items, step.items, counter, scratch)
+    return generation
 
-    All threads call this at the same time with the same arguments but `thread`. The work counters and the barrier are
-    zero on entry.
+
+@njit(nogil=True, error_model="numpy")
+def by_rows(ops, first, end, model, step, scratch, arrays, times):
+    """Operations [first, end), none of which looks across rows, one after the other on a chunk of rows at a time."""
+    counter = model.counters + first * COUNTERS_PER_OP * 8
+    while True:
+        row = simd.fetch_add(counter, 1) * step.chunk
+        if row >= step.tokens:
+            break
+        for i in range(first, end):
+            began = simd.now_ns(scratch)
+            do_rows(ops[i], model, row, min(step.tokens, row + step.chunk), scratch, arrays)
+            times[i, 0] += simd.now_ns(scratch) - began
+
+
+@njit(nogil=True, error_model="numpy")
+def by_items(op, number, model, step, scratch, arrays, vocab_scratch):
+    counter = model.counters + number * COUNTERS_PER_OP * 8
+    total = count_items(op, model, step)
+    while True:
+        item = simd.fetch_add(counter, 1)
+        if item >= total:
+            break
+        do_item(op, model, step, item, scratch, arrays, vocab_scratch)
+
+
+def fused_ends(ops: np.ndarray) -> np.ndarray:
+    """For every operation that looks at one row of tokens at a time, the end of the run of such operations."""
+    ends = np.zeros(len(ops), np.int64)
+    for i in reversed(range(len(ops))):
+        if ops["code"][i] in ROW_BY_ROW and not ops["logits_rows"][i]:
+            ends[i] = max(i + 1, ends[i + 1])
+    return ends
+
+
+def chunk_rows(tokens: int, threads: int) -> int:
+    """Rows that a thread takes through several operations at once, or 0 when each operation is split over threads."""
+    chunks = threads * -(-tokens // (threads * MOST_ROWS))
+    rows = -(-tokens // chunks)
+    return -(-rows // 32) * 32 if rows >= LEAST_ROWS else 0
+
+
+@compiled
+def run(ops, models, steps, arrays, thread, vocab_scratch, times):
+    """One thread's part in one step: every operation of the program, with a barrier between them.
+
+    With many rows (`step.chunk`), operations that look at one row at a time are taken together, chunk by chunk, so that
+    what they pass on stays in the core's cache. To `times` (operations, 2) are added the nanoseconds of work, and those
+    of waiting at the last operation before a barrier. All threads call this at the same time with the same arguments
+    but `thread`, `vocab_scratch` and `times`. The work counters and the barrier are zero on entry.
     """
     model, step = models[0], steps[0]
     scratch = model.scratch + thread * model.scratch_bytes
     if model.kernel == gemm.KERNEL_AMX:
         tiles.load_config(model.tile_config)
-    generation = 0
-    for i in range(len(ops)):
-        op = ops[i]
-        counter = model.counters + i * COUNTERS_PER_OP * 8
-        if op.code == ATTENTION:
-            if step.copies:
-                copy_level(op, model, arrays, step.copies, counter + 16)
-                generation += 1
-                wait_for_all(model.barrier, model.threads, generation)
-            if step.shared_items:
-                attention_level(op, model, arrays, 0, step.shared_items, counter + 8, scratch)
-                generation += 1
-                wait_for_all(model.barrier, model.threads, generation)
-            attention_level(op, model, arrays, step.shared_items, step.items, counter, scratch)
+    generation, i = 0, 0
+    while i < len(ops):
+        op, began = ops[i], simd.now_ns(scratch)
+        end = max(i + 1, op.fused_end) if step.chunk else i + 1
+        if end > i + 1:
+            by_rows(ops, i, end, model, step, scratch, arrays, times)
         else:
-            total = count_items(op, model, step)
-            while True:
-                n = simd.fetch_add(counter, 1)
-                if n >= total:
-                    break
-                do_item(op, model, step, n, scratch, arrays, vocab_scratch)
+            if op.code == ATTENTION:
+                counter = model.counters + i * COUNTERS_PER_OP * 8
+                generation = attend(op, model, step, arrays, counter, generation, scratch)
+            else:
+                by_items(op, i, model, step, scratch, arrays, vocab_scratch)
+            times[i, 0] += simd.now_ns(scratch) - began
+        worked = simd.now_ns(scratch)
         generation += 1
         wait_for_all(model.barrier, model.threads, generation)
+        times[end - 1, 1] += simd.now_ns(scratch) - worked
+        i = end
     if model.kernel == gemm.KERNEL_AMX:
         tiles.release()

@@ -6,10 +6,12 @@ plain int64 byte addresses. `+`, `-` and `*` work lane by lane; `fma` is fused w
 """
 
 import operator
+import time
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import extending, types
+from numba import extending, njit, types
 from numba.core import cgutils
 from numba.extending import models, overload, register_model
 
@@ -372,6 +374,7 @@ def _writer(numba_type: types.Type, llvm_type: ir.Type) -> Any:
 
 read_f32, write_f32 = _reader(FLOAT32, F32), _writer(FLOAT32, F32)
 read_i32, write_i32 = _reader(types.int32, I32), _writer(types.int32, I32)
+read_i64, write_i64 = _reader(types.int64, I64), _writer(types.int64, I64)
 read_u16, write_u16 = _reader(types.uint16, I16), _writer(types.uint16, I16)
 
 
@@ -404,6 +407,17 @@ def load_acquire(typingctx, address):
         return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
 
     return INT64(INT64), codegen
+
+
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+MONOTONIC = np.int32(getattr(time, "CLOCK_MONOTONIC", 1))
+
+
+@njit(nogil=True)
+def now_ns(scratch):
+    """Nanoseconds of `time.monotonic_ns`'s clock; overwrites 16 bytes at the address `scratch`."""
+    _clock_gettime(MONOTONIC, scratch)
+    return read_i64(scratch) * 1_000_000_000 + read_i64(scratch + 8)
 
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
