@@ -321,7 +321,9 @@ class EngineSpec(_Part):
     page_size: Annotated[int, Field(ge=32, le=65536, multiple_of=32)] = Field(
         default=32, description="tokens per page of the KV cache"
     )
-    kv_dtype: Literal["auto", "fp32", "bf16"] = Field(default="auto", description="how keys and values are kept")
+    kv_dtype: Literal["auto", "fp32", "bf16", "int8", "q8_0"] = Field(
+        default="auto", description="how keys and values are kept; int8: a scale per head, q8_0: one per 32 dimensions"
+    )
     kv_memory: Annotated[
         Annotated[Annotated[int, Field(ge=1)], Tag("#value")]
         | Annotated[Literal["auto"], Tag("#auto")]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from batchgen.kernels.base import ModelShape, Ops, StepBatch, StepLimits, StepResult
 
 Floats = NDArray[np.float32]
+WEIGHT_TYPES, KV_TYPES = ("fp32", "bf16"), ("fp32", "bf16", "int8", "q8_0")
 
 SMALLEST = 2e-38
 """Weights of tokens below this fraction of the likeliest one's count as zero (float32 has no normal numbers there)."""
@@ -30,8 +31,22 @@ def round_bf16(values: Floats) -> Floats:
 
 
 def stored(values: Floats, dtype: str) -> Floats:
-    """What remains of float32 values kept as "fp32" or "bf16"."""
+    """What remains of float32 values kept as "fp32", "bf16", "int8" (a scale per row) or "q8_0" (one per 32)."""
+    if dtype in ("int8", "q8_0"):
+        return round_int8(values, values.shape[-1] if dtype == "int8" else 32)
     return round_bf16(values) if dtype == "bf16" else np.array(values, np.float32)
+
+
+def round_int8(values: Floats, group: int) -> Floats:
+    """Groups of the last axis as multiples of absmax / 127, rounded to nearest even. The last group may be short."""
+    size = values.shape[-1]
+    padded = np.zeros((*values.shape[:-1], -(-size // group) * group), np.float32)
+    padded[..., :size] = values
+    groups = padded.reshape(*values.shape[:-1], -1, group)
+    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 1e-35)
+    codes = np.rint(groups * inverse)
+    return (codes * (largest * np.float32(1 / 127))).reshape(padded.shape)[..., :size].astype(np.float32)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
@@ -173,16 +188,16 @@ class EagerOps:
 class ReferenceBackend:
     """See `kernels.base.Backend`. Runs the model's operations one by one in every step.
 
-    weights_dtype and kv_dtype: "fp32", or "bf16", which rounds the values and goes on in float32.
+    weights_dtype and kv_dtype: what `WEIGHT_TYPES` and `KV_TYPES` name; values are rounded so and kept in float32.
     """
 
     name = "cpu"
     kernel = "reference"
 
     def __init__(self, weights_dtype: str = "fp32", kv_dtype: str = "fp32"):
-        for dtype in (weights_dtype, kv_dtype):
-            if dtype not in ("fp32", "bf16"):
-                raise ValueError(f"dtype {dtype} is not supported; fp32 and bf16 are")
+        for dtype, known in ((weights_dtype, WEIGHT_TYPES), (kv_dtype, KV_TYPES)):
+            if dtype not in known:
+                raise ValueError(f"dtype {dtype} is not supported; {', '.join(known)} are")
         self.weights_dtype, self.kv_dtype = weights_dtype, kv_dtype
 
     def vector(self, values: Floats) -> Floats:

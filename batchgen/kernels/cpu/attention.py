@@ -7,20 +7,24 @@ whether it is alone or in company (cascade as in Hydragen, Juravsky et al. 2024)
 
 Two ways through an item, chosen once for a backend; `dim` is `head_dim` padded to a multiple of 32:
 
-- on AMX tiles, transposed, so that a query is a lane and the softmax needs no sum across lanes. A block's keys are
-  (2 halves, dim/32, 16 keys, 32 dims), its values (dim/16, 16 dims, 32 keys), both bfloat16: left operands of
-  `tdpbf16ps` as they lie;
-- on vectors, a query row at a time. Keys are (dim, 32 keys), values (32 keys, dim), float32 or bfloat16.
+- on AMX tiles, transposed, so that a query is a lane and the softmax needs no sum across lanes;
+- on vectors, a query row at a time.
+
+How blocks of keys and values lie in memory for either is said in kv_cache.py.
 """
 
 import numpy as np
-from numba import njit
 
 from batchgen.kernels.cpu import simd, tiles
-from batchgen.kernels.cpu.compiling import compiled
+from batchgen.kernels.cpu.compiling import compiled, helper, inlined
 
 LOWEST = np.float32(-1e30)
 ZERO, ONE = np.float32(0), np.float32(1)
+
+SLACK = np.float32(8)
+"""Powers of two by which weights may exceed 1 before the maximum follows."""
+IN_REGISTERS = 64
+"""The head size whose accumulator is kept in tile registers."""
 
 ITEM_FIELDS = 7
 ROW, ROWS, SEQUENCE, FIRST, END, STATE, FINAL = range(ITEM_FIELDS)
@@ -30,7 +34,7 @@ An item that is not final starts afresh and leaves its state at STATE; a final o
 """
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def set_item(item, row, rows, sequence, first, end, state, final):
     item[ROW], item[ROWS], item[SEQUENCE], item[FIRST] = row, rows, sequence, first
     item[END], item[STATE], item[FINAL] = end, state, final
@@ -70,40 +74,60 @@ def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size,
     return shared, count
 
 
-# On tiles: scratch holds q (dim/2, 16, 2) bf16 · scores (32, 16) · weights (16, 16, 2) bf16 · acc (dim, 16) ·
-# maxima, sums (16) and visible keys (16,) int32, each lane a query.
+# On tiles: scratch holds q (dim/2, 16, 2) bf16 · three times scores (32, 16) · twice weights (16, 16, 2) bf16 ·
+# acc (dim, 16) · maxima, sums (16) and visible keys (16,) int32, each lane a query · room for a block in bf16.
 
 
-@njit(nogil=True, error_model="numpy")
-def scores_on_tiles(q, k, dim, scores):
-    """scores (32 keys, 16 queries) = K @ q."""
-    tiles.zero0(), tiles.zero1()
-    half = dim * 32
-    for t in range(0, dim * 32, 1024):
-        tiles.load6(q + t, 64), tiles.load4(k + t, 64), tiles.load5(k + half + t, 64)
-        tiles.dot_046(), tiles.dot_156()
-    tiles.store0(scores, 64), tiles.store1(scores + 1024, 64)
+@inlined
+def scores_on_tiles(q, k, dim, first, end, scores):
+    """scores (32 keys, 16 queries) = K @ q; dimensions [first, end) of it, so that other work can go between."""
+    if first == 0:
+        tiles.zero4(), tiles.zero5()
+    for t in range(first * 32, end * 32, 1024):
+        tiles.load6(q + t, 64), tiles.load7(k + t, 64), tiles.dot_476()
+        tiles.load7(k + dim * 32 + t, 64), tiles.dot_576()
+    if end == dim:
+        tiles.store4(scores, 64), tiles.store5(scores + 1024, 64)
 
 
-@njit(nogil=True, error_model="numpy")
-def values_on_tiles(p, v, dim, acc):
-    """acc (dim, 16 queries) += V @ weights."""
+@inlined
+def add_values(p, v, dim, half, acc):
+    """acc (dim, 16 queries) += V @ weights, one half of the dimensions."""
+    if dim != IN_REGISTERS:
+        add_to_memory(p, v, half * dim // 2, (half + 1) * dim // 2, acc)
+    elif half == 0:
+        tiles.load6(p, 64), tiles.load7(v, 64), tiles.dot_076(), tiles.load7(v + 1024, 64), tiles.dot_176()
+    else:
+        tiles.load6(p, 64), tiles.load7(v + 2048, 64), tiles.dot_276(), tiles.load7(v + 3072, 64), tiles.dot_376()
+
+
+@helper
+def add_to_memory(p, v, first, end, acc):
     tiles.load6(p, 64)
-    for d in range(0, dim * 64, 2048):
-        tiles.load0(acc + d, 64), tiles.load1(acc + d + 1024, 64)
-        tiles.load4(v + d, 64), tiles.load5(v + d + 1024, 64)
-        tiles.dot_046(), tiles.dot_156()
-        tiles.store0(acc + d, 64), tiles.store1(acc + d + 1024, 64)
+    for d in range(first * 64, end * 64, 1024):
+        tiles.load0(acc + d, 64), tiles.load7(v + d, 64), tiles.dot_076(), tiles.store0(acc + d, 64)
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
+def load_acc(acc, dim):
+    if dim == IN_REGISTERS:
+        tiles.load0(acc, 64), tiles.load1(acc + 1024, 64), tiles.load2(acc + 2048, 64), tiles.load3(acc + 3072, 64)
+
+
+@inlined
+def store_acc(acc, dim):
+    if dim == IN_REGISTERS:
+        tiles.store0(acc, 64), tiles.store1(acc + 1024, 64), tiles.store2(acc + 2048, 64), tiles.store3(acc + 3072, 64)
+
+
+@helper
 def hide_keys(scores, limits):
     """Scores of the keys that a query must not see become the lowest."""
     for key in range(32):
         simd.store(scores + key * 64, simd.keep_above(simd.load(scores + key * 64), limits, key, LOWEST))
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def highest_score(scores):
     a, b = simd.load(scores), simd.load(scores + 64)
     c, d = simd.load(scores + 128), simd.load(scores + 192)
@@ -113,36 +137,87 @@ def highest_score(scores):
     return simd.maximum(simd.maximum(a, b), simd.maximum(c, d))
 
 
-@njit(nogil=True, error_model="numpy")
-def soften_lanes(scores, p, maxima, sums, acc, dim, hidden, limits):
-    """Online softmax of one block: scores -> weights at `p`; maxima, sums and the accumulator move along."""
-    if hidden:
-        hide_keys(scores, limits)
-    before = simd.load(maxima)
-    top = simd.maximum(highest_score(scores), before)
-    total = simd.load(sums)
-    if simd.any_above(top, before):
-        factor = simd.exp2(before - top)
-        for d in range(0, dim * 64, 64):
-            simd.store(acc + d, simd.load(acc + d) * factor)
-        total = total * factor
-        simd.store(maxima, top)
+@helper
+def raise_maxima(stats, acc, dim, top, limit):
+    """Lanes whose `top` exceeds `limit` take it as their maximum; their sum and accumulator are scaled to it."""
+    before = simd.load(stats)
+    after = simd.where_above(top, limit, top, before)
+    factor = simd.exp2(before - after)
+    store_acc(acc, dim)
+    for d in range(0, dim * 64, 64):
+        simd.store(acc + d, simd.load(acc + d) * factor)
+    load_acc(acc, dim)
+    simd.store(stats, after)
+    simd.store(stats + 64, simd.load(stats + 64) * factor)
+
+
+@inlined
+def weigh_keys(scores, p, reference, first, hidden, limits):
+    """Scores of eight keys to weights at `p`; returns their sums, of even and of odd keys."""
     even, odd = simd.broadcast(ZERO), simd.broadcast(ZERO)
-    for key in range(0, 32, 2):
-        left = simd.exp2(simd.load(scores + key * 64) - top)
-        right = simd.exp2(simd.load(scores + key * 64 + 64) - top)
+    for key in range(first, first + 8, 2):
+        left = simd.exp2_bf16(simd.load(scores + key * 64) - reference)
+        right = simd.exp2_bf16(simd.load(scores + key * 64 + 64) - reference)
         if hidden:
             left = simd.keep_above(left, limits, key, ZERO)
             right = simd.keep_above(right, limits, key + 1, ZERO)
         even, odd = even + left, odd + right
         simd.store_pairs_bf16(p + key * 32, left, right)
-    simd.store(sums, total + (even + odd))
+    return even + odd
+
+
+@inlined
+def fetch(address, size):
+    for line in range(0, size, 64):
+        simd.prefetch(address + line)
+
+
+@helper
+def turn_lanes(q, dim, stats, acc, later, now, hidden, limits, earlier, ahead, ahead_bytes):
+    """One turn of the pipeline: scores of a later block, softmax of this one, values of the one before.
+
+    `later` is (keys, scores), `now` (scores, weights), `earlier` (weights, values); a zero address where there is none.
+    `ahead_bytes` (a multiple of 256) at `ahead` are fetched into the second-level cache meanwhile.
+    A lane's maximum follows its scores only when they exceed it by `SLACK`, so that the accumulator is seldom scaled
+    (as in FlashAttention 4); the result is the same up to rounding, for every lane by itself. Vector and tile
+    instructions alternate, since a processor looks only some hundred instructions ahead.
+    """
+    keys, next_scores = later
+    scores, p = now
+    weights, values = earlier
+    if hidden:
+        hide_keys(scores, limits)
+    top, limit = highest_score(scores), simd.load(stats) + simd.broadcast(SLACK)
+    if simd.any_above(top, limit):
+        if values:
+            add_values(weights, values, dim, 0, acc), add_values(weights, values, dim, 1, acc)
+            values = 0
+        raise_maxima(stats, acc, dim, top, limit)
+    reference = simd.load(stats)
+    if keys:
+        scores_on_tiles(q, keys, dim, 0, dim // 2, next_scores)
+    quarter = ahead_bytes // 4
+    fetch(ahead, quarter)
+    first = weigh_keys(scores, p, reference, 0, hidden, limits)
+    if keys:
+        scores_on_tiles(q, keys, dim, dim // 2, dim, next_scores)
+    fetch(ahead + quarter, quarter)
+    second = weigh_keys(scores, p, reference, 8, hidden, limits)
+    if values:
+        add_values(weights, values, dim, 0, acc)
+    fetch(ahead + 2 * quarter, quarter)
+    third = weigh_keys(scores, p, reference, 16, hidden, limits)
+    if values:
+        add_values(weights, values, dim, 1, acc)
+    fetch(ahead + 3 * quarter, quarter)
+    fourth = weigh_keys(scores, p, reference, 24, hidden, limits)
+    simd.store(stats + 64, simd.load(stats + 64) + ((first + second) + (third + fourth)))
 
 
 # On vectors: scratch holds acc (16, dim) · scores (16, 32) · weights (16, 32) · (maximum, sum) (16, 2), float32.
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def load_any(address, is_bf16):
     """Sixteen consecutive elements."""
     if is_bf16:
@@ -150,7 +225,7 @@ def load_any(address, is_bf16):
     return simd.load(address)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def scores_on_vectors(q, k, dim, rows, kv_bf16, scores):
     """scores (rows, 32) = q (rows, dim) float32 @ K (dim, 32)."""
     size = 2 if kv_bf16 else 4
@@ -164,7 +239,7 @@ def scores_on_vectors(q, k, dim, rows, kv_bf16, scores):
         simd.store(scores + r * 128 + 64, right)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def values_on_vectors(p, v, dim, rows, kv_bf16, acc):
     """acc (rows, dim) += p (rows, 32) float32 @ V (32, dim)."""
     size = 2 if kv_bf16 else 4
@@ -177,7 +252,7 @@ def values_on_vectors(p, v, dim, rows, kv_bf16, acc):
             simd.store(acc + (r * dim + d) * 4, total)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def soften_row(scores, p, visible, stats, acc, dim):
     """Online softmax of one row over one block; a row that sees none of the keys gets weights of zero."""
     left = simd.keep_below(simd.load(scores), visible, LOWEST)

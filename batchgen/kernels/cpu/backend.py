@@ -10,10 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.kernels.base import KEY_BLOCK, ModelShape, Ops, StepBatch, StepLimits, StepResult, single_token_batch
-from batchgen.kernels.cpu import attention, gemm, pack, program, tiles
+from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, tiles
 from batchgen.kernels.cpu.features import available_kernels
 
 ALIGNMENT, HUGE_PAGE = 4096, 2 << 20
+
+
+KV_TYPES = {
+    "fp32": kv_cache.KV_F32,
+    "bf16": kv_cache.KV_BF16,
+    "int8": kv_cache.KV_INT8,
+    "q8_0": kv_cache.KV_INT8,
+}
+KV_SIZES = {"fp32": 4, "bf16": 2, "int8": 1, "q8_0": 1}
 
 
 def aligned_zeros(count: int, dtype: Any) -> NDArray[Any]:
@@ -21,7 +30,7 @@ def aligned_zeros(count: int, dtype: Any) -> NDArray[Any]:
     dtype = np.dtype(dtype)
     size = count * dtype.itemsize
     alignment = HUGE_PAGE if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else ALIGNMENT
-    memory = mmap.mmap(-1, size + alignment)
+    memory = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if alignment == HUGE_PAGE:
         memory.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
@@ -125,7 +134,7 @@ class Crew:
 class CpuBackend:
     """See `kernels.base.Backend`.
 
-    kernel: one of `features.KERNELS`; weights_dtype and kv_dtype: "fp32" or "bf16".
+    kernel: one of `features.KERNELS`; weights_dtype: "fp32" or "bf16"; kv_dtype: one of `KV_TYPES`.
     """
 
     name = "cpu"
@@ -142,7 +151,7 @@ class CpuBackend:
             "portable": gemm.KERNEL_F32 if weights_dtype == "fp32" else gemm.KERNEL_BF16_WEIGHTS,
         }[kernel]
         self._act_dtype = np.float32 if kernel == "portable" else np.uint16
-        self._kv_amx = kernel == "amx_bf16" and kv_dtype == "bf16"
+        self._kv_amx = kernel == "amx_bf16" and kv_dtype != "fp32"
         self._threads = threads
         self._crew: Crew | None = None
         self._kept: list[NDArray[Any]] = []
@@ -187,8 +196,13 @@ class CpuBackend:
     # Memory
 
     def page_bytes(self, shape: ModelShape, page_size: int) -> int:
-        size = 2 if self.kv_dtype == "bf16" else 4
-        return shape.num_layers * shape.num_kv_heads * 2 * pad(shape.head_dim) * page_size * size
+        scales = self._kv_groups(shape) * 4 if KV_TYPES[self.kv_dtype] == kv_cache.KV_INT8 else 0
+        size = pad(shape.head_dim) * KV_SIZES[self.kv_dtype] + scales
+        return shape.num_layers * shape.num_kv_heads * 2 * page_size * size
+
+    def _kv_groups(self, shape: ModelShape) -> int:
+        """Scales of a token's keys, or values, in one head: one for `int8`, one in 32 dimensions for `q8_0`."""
+        return pad(shape.head_dim) // 32 if self.kv_dtype == "q8_0" else 1
 
     def build(
         self,
@@ -231,7 +245,8 @@ class CpuBackend:
             "kernel": self._code,
             "act_bf16": self._act_dtype == np.uint16,
             "table_bf16": self.weights_dtype == "bf16",
-            "kv_bf16": self.kv_dtype == "bf16",
+            "kv_type": KV_TYPES[self.kv_dtype],
+            "kv_groups": self._kv_groups(shape),
             "kv_amx": self._kv_amx,
             "layers": shape.num_layers,
             "heads": shape.num_heads,
@@ -258,7 +273,7 @@ class CpuBackend:
         self._barrier = self._keep("barrier", 8, np.int64)
         self._kept.append(config := tiles.tile_config())
         self._models["tile_config"] = config.ctypes.data
-        scratch = pad(max(dim * 96 + 4096 + 512, 4096 * program.HEAD_PAIRS), ALIGNMENT)
+        scratch = pad(max(dim * 320 + 8192 + 512, 4096 * program.HEAD_PAIRS), ALIGNMENT)
         self._models["scratch_bytes"] = scratch
         self._keep("scratch", scratch * self._threads, np.uint8)
 
@@ -369,7 +384,7 @@ class Recorder:
         return out
 
     def linear(self, x: Buffer, weight: Packed) -> Buffer:
-        return self._linear(program.LINEAR, x, weight, self._buffer("linear", weight.n, np.float32))
+        return self._linear(program.LINEAR, x, weight, self._buffer("linear", weight.n, np.float32, self._tokens + 16))
 
     def linear_add(self, x: Buffer, weight: Packed, residual: Buffer) -> Buffer:
         return self._linear(program.LINEAR_ADD, x, weight, residual)

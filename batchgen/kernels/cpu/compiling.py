@@ -41,3 +41,13 @@ def compiled(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     finally:
         config.CACHE_DIR = before
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """`numba.njit` for the functions that compiled functions call."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """`helper` for the smallest of them, whose call would cost as much as they do: always put in the caller's place."""
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)

@@ -13,10 +13,11 @@ to SwiGLU, searched for the best token) is the epilogue's business, see program.
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu import tiles
+from batchgen.kernels.cpu.compiling import helper, inlined
 from batchgen.kernels.cpu.features import HAS_AVX512, HAS_AVX512_BF16
 from batchgen.kernels.cpu.simd import (
     BF16,
@@ -34,7 +35,6 @@ from batchgen.kernels.cpu.simd import (
     int_constant,
     intrinsic,
     pointer,
-    prefetch,
     splat,
 )
 
@@ -45,12 +45,6 @@ ROW_GROUP, COLUMN_PANELS = (8, 2) if HAS_AVX512 else (4, 1)
 """Rows and panels held in registers: 16 of 32 AVX-512 registers, 8 of 16 AVX2 ones, 16 of 32 NEON ones."""
 
 
-@njit(nogil=True, error_model="numpy")
-def prefetch_kilobyte(address):
-    for line in range(0, 1024, 64):
-        prefetch(address + line)
-
-
 def amx_block(finish_row: Any) -> Any:
     """A function `(a, b, k_tiles, two, c, done, target, stride, count, model)` that multiplies on tile registers.
 
@@ -58,7 +52,7 @@ def amx_block(finish_row: Any) -> Any:
     `finish_row(done, target, stride, row, model)` for the `count` rows of the block before.
     """
 
-    @njit(nogil=True, error_model="numpy")
+    @helper
     def block_amx(a, b, k_tiles, two, c, done, target, stride, count, model):
         a1, b1 = a + k_tiles * 1024, b + k_tiles * 1024
         each, row = (31 + k_tiles) // k_tiles, 0
@@ -82,7 +76,7 @@ def amx_block(finish_row: Any) -> Any:
     return block_amx
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def _no_row(c, target, stride, r, model):
     pass
 
@@ -174,7 +168,7 @@ _pair_rows, _pair_row = (_rows_kernel(KERNEL_AVX512_BF16, r, COLUMN_PANELS) for 
 def _vector_block(many: Any, one: Any, a_size: int, k_bytes: int) -> Any:
     group, panels = ROW_GROUP, COLUMN_PANELS
 
-    @njit(nogil=True, error_model="numpy")
+    @helper
     def block_vector(a, b, k_tiles, rows, c):
         panel_bytes = k_tiles * 32 * k_bytes
         for panel in range(0, 2, panels):
@@ -197,7 +191,7 @@ block_mixed = _vector_block(_mixed_rows, _mixed_row, 4, 32)
 block_avx512_bf16 = _vector_block(_pair_rows, _pair_row, 2, 32)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def block_vector(kernel, a, b, k_tiles, rows, c):
     """`rows` (1 to 32) rows of A times 32 columns of B into the scratch `c` (32, 32) float32."""
     if kernel == KERNEL_AVX512_BF16:
@@ -208,7 +202,7 @@ def block_vector(kernel, a, b, k_tiles, rows, c):
         block_f32(a, b, k_tiles, rows, c)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def block(kernel, a, b, k_tiles, rows, c):
     """The same for every kernel."""
     if kernel == KERNEL_AMX:

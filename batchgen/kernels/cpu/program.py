@@ -9,10 +9,9 @@ the number of threads.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from batchgen.kernels.cpu import attention, gemm, sampling, simd, tiles
-from batchgen.kernels.cpu.compiling import compiled
+from batchgen.kernels.cpu import attention, gemm, kv_cache, sampling, simd, tiles
+from batchgen.kernels.cpu.compiling import compiled, helper, inlined
 
 EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE, CLEAR, ATTENTION, HEAD, PICK, SAMPLE = range(11)
 
@@ -39,7 +38,8 @@ MODEL_DTYPE = np.dtype(
         ("kernel", np.int64),  # gemm.KERNEL_*
         ("act_bf16", np.int64),
         ("table_bf16", np.int64),
-        ("kv_bf16", np.int64),
+        ("kv_type", np.int64),  # kv_cache.KV_*
+        ("kv_groups", np.int64),  # scales of a head's keys or values, of int8
         ("kv_amx", np.int64),
         ("layers", np.int64),
         ("heads", np.int64),
@@ -88,12 +88,12 @@ ITEM_PAIRS = 3
 PARTIAL_FIELDS = 4
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def round_up(value, multiple):
     return (value + multiple - 1) // multiple * multiple
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def wait_for_all(barrier, threads, generation):
     """Spin, then give the processor away while others still work."""
     simd.fetch_add(barrier, 1)
@@ -104,14 +104,14 @@ def wait_for_all(barrier, threads, generation):
             simd.sched_yield()
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def tile_address(base, row, column, k, size):
     """Address of (row, column) of an activation with `k` columns, in 16 x 32 tiles of `size`-byte elements."""
     tile = (row // 16) * (k // 32) + column // 32
     return base + (tile * 512 + (row % 16) * 32 + column % 32) * size
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def store_any(address, value, is_bf16):
     if is_bf16:
         simd.store_bf16(address, value)
@@ -119,7 +119,7 @@ def store_any(address, value, is_bf16):
         simd.store(address, value)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def embed_rows(op, model, input_ids, first, end):
     size = 2 if model.table_bf16 else 4
     for t in range(first, end):
@@ -128,7 +128,7 @@ def embed_rows(op, model, input_ids, first, end):
             simd.store(target + i * 4, attention.load_any(source + i * size, model.table_bf16))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def norm_rows(op, model, logits_rows, first, end):
     """RMSNorm (Zhang & Sennrich 2019) of float32 rows into an activation; `op.n` columns count, `op.k` are stored."""
     size = 2 if model.act_bf16 else 4
@@ -144,7 +144,7 @@ def norm_rows(op, model, logits_rows, first, end):
             store_any(tile_address(op.out, r, i, op.k, size), value, model.act_bf16)
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def swiglu(gate, up):
     """SiLU(gate) * up (Shazeer 2020)."""
     one = simd.broadcast(np.float32(1))
@@ -152,34 +152,34 @@ def swiglu(gate, up):
     return simd.divide(gate, one + decay) * up
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def store_row(c, target, stride, r, model):
     """Row `r` of a 32-column block of float32 to `target`, rows `stride` bytes apart."""
     simd.store(target + r * stride, simd.load(c + r * 128))
     simd.store(target + r * stride + 64, simd.load(c + r * 128 + 64))
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def add_row(c, target, stride, r, model):
     c, target = c + r * 128, target + r * stride
     simd.store(target, simd.load(c) + simd.load(target))
     simd.store(target + 64, simd.load(c + 64) + simd.load(target + 64))
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def swiglu_row(c, target, stride, r, model):
     """SwiGLU of a row's two halves into sixteen columns of an activation, whose tiles are `stride` bytes apart."""
     place = target + r // 16 * stride + r % 16 * 32 * (2 if model.act_bf16 else 4)
     store_any(place, swiglu(simd.load(c + r * 128), simd.load(c + r * 128 + 64)), model.act_bf16)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def pair_bytes(model, k):
     """Bytes of two weight panels of `k` rows."""
     return k * 32 * (4 if model.kernel == gemm.KERNEL_F32 else 2)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def block_target(op, model, row, pair):
     """Where the block at `row` and column pair `pair` goes, and the stride that the epilogue of `op` expects."""
     if op.code == LINEAR_SWIGLU:
@@ -196,7 +196,7 @@ def _linear_blocks(finish_row: Any) -> Any:
     """
     block_amx = gemm.amx_block(finish_row)
 
-    @njit(nogil=True, error_model="numpy")
+    @helper
     def linear_blocks(op, model, rows, pairs, scratch):
         size = 2 if model.act_bf16 else 4
         number, done, target, stride, count = 0, scratch, np.int64(0), np.int64(0), np.int64(0)
@@ -224,7 +224,7 @@ def _linear_blocks(finish_row: Any) -> Any:
 _linear_store, _linear_add, _linear_swiglu = (_linear_blocks(f) for f in (store_row, add_row, swiglu_row))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def linear(op, model, rows, pairs, scratch):
     if op.code == LINEAR_SWIGLU:
         _linear_swiglu(op, model, rows, pairs, scratch)
@@ -234,24 +234,24 @@ def linear(op, model, rows, pairs, scratch):
         _linear_store(op, model, rows, pairs, scratch)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def count_pairs(op):
     return (2 * op.n if op.code == LINEAR_SWIGLU else op.n) // 32
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def row_chunk(op, model):
     """Rows of the left operand that stay in a core's second-level cache while the weights pass by."""
     return max(64, CHUNK_BYTES // (op.k * (2 if model.act_bf16 else 4)) // 32 * 32)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def count_chunks(op, model, rows):
     chunk = row_chunk(op, model)
     return (rows + chunk - 1) // chunk
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def linear_item(op, model, total, item, scratch):
     """A few pairs of weight panels times a chunk of rows."""
     groups = (count_pairs(op) + ITEM_PAIRS - 1) // ITEM_PAIRS
@@ -260,7 +260,7 @@ def linear_item(op, model, total, item, scratch):
     linear(op, model, rows, (pair, min(count_pairs(op), pair + ITEM_PAIRS)), scratch)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def rotate(source, target, cos, sin, half, scale):
     """Rotary embedding (Su et al. 2021), dimension i paired with i + half; float32 to float32."""
     if half % 16 == 0:
@@ -278,61 +278,18 @@ def rotate(source, target, cos, sin, half, scale):
             simd.write_f32(target + half * 4 + i, right * c + left * s)
 
 
-@njit(nogil=True, error_model="numpy")
-def block_bytes(model):
-    """Bytes of the keys, or of the values, of one block of one KV head."""
-    return model.dim * 32 * (2 if model.kv_bf16 else 4)
+@helper
+def fill_zeros(address, size):
+    for i in range(0, size, 64):
+        simd.store(address + i, simd.broadcast(attention.ZERO))
 
 
-@njit(nogil=True, error_model="numpy")
-def block_address(model, layer, page, offset, kv_head):
-    """Address of the keys of the 32-slot block that holds slot `offset` of a page; its values follow."""
-    blocks = model.page_size // 32
-    index = ((np.int64(layer) * model.pages + page) * blocks + offset // 32) * model.kv_heads + kv_head
-    return model.kv + index * 2 * block_bytes(model)
-
-
-@njit(nogil=True, error_model="numpy")
-def write_key(model, block, slot, row):
-    """A key (in the cache's type) into its place in a block."""
-    if model.kv_amx:
-        place = block + (slot // 16) * model.dim * 32 + (slot % 16) * 64
-        for i in range(0, model.dim // 32):
-            simd.store(place + i * 1024, simd.load(row + i * 64))
-    else:
-        for i in range(model.dim):
-            if model.kv_bf16:
-                simd.write_u16(block + (i * 32 + slot) * 2, simd.read_u16(row + i * 2))
-            else:
-                simd.write_f32(block + (i * 32 + slot) * 4, simd.read_f32(row + i * 4))
-
-
-@njit(nogil=True, error_model="numpy")
-def write_value(model, block, slot, row):
-    if model.kv_amx:
-        for i in range(model.dim):
-            simd.write_u16(block + i * 64 + slot * 2, simd.read_u16(row + i * 2))
-    else:
-        size = 2 if model.kv_bf16 else 4
-        for i in range(0, model.dim * size, 4):
-            simd.write_i32(block + slot * model.dim * size + i, simd.read_i32(row + i))
-
-
-@njit(nogil=True, error_model="numpy")
-def pack_row(model, row):
-    """Float32 to the cache's type in place: the first half of the row's bytes when that is bfloat16."""
-    if model.kv_bf16:
-        for i in range(0, model.dim, 16):
-            simd.store_bf16(row + i * 2, simd.load(row + i * 4))
-
-
-@njit(nogil=True, error_model="numpy")
+@helper
 def rope_rows(op, model, positions, slot_mapping, first, end, scratch):
     """Rotate q and k, scale q for exp2, lay q out by KV head and write k and v into the cache."""
     d, half, q_size = model.head_dim, model.head_dim // 2, 2 if model.kv_amx else 4
-    zero = simd.broadcast(np.float32(0))
-    for i in range(0, model.dim * 4, 64):
-        simd.store(scratch + i, zero)
+    packed = scratch + model.dim * 4
+    fill_zeros(scratch, model.dim * 4)
     for t in range(first, end):
         source = op.x + t * op.ld * 4
         cos, sin = model.cos + np.int64(positions[t]) * half * 4, model.sin + np.int64(positions[t]) * half * 4
@@ -342,119 +299,130 @@ def rope_rows(op, model, positions, slot_mapping, first, end, scratch):
             for i in range(0, model.dim, 16):
                 store_any(model.q + (row * model.dim + i) * q_size, simd.load(scratch + i * 4), model.kv_amx)
         page, offset = slot_mapping[t] // model.page_size, slot_mapping[t] % model.page_size
+        alone = model.kv_amx and (t == first or slot_mapping[t] != slot_mapping[t - 1] + 1)
         for h in range(model.kv_heads):
-            block = block_address(model, op.layer, page, offset, h)
-            for i in range(0, model.dim * 4, 64):
-                simd.store(scratch + i, zero)
+            block = kv_cache.block_address(model, op.layer, page, offset, h)
+            if alone:  # its values go to as many cache lines as it has dimensions
+                kv_cache.fetch_values(model, block, offset % 32)
             rotate(source + (model.heads + h) * d * 4, scratch, cos, sin, half, 1.0)
-            pack_row(model, scratch)
-            write_key(model, block, offset % 32, scratch)
-            for i in range(0, model.dim * 4, 64):
-                simd.store(scratch + i, zero)
-            for i in range(0, d * 4, 64):
-                simd.store(scratch + i, simd.load(source + (model.heads + model.kv_heads + h) * d * 4 + i))
-            pack_row(model, scratch)
-            write_value(model, block + block_bytes(model), offset % 32, scratch)
-        for i in range(0, model.dim * 4, 64):
-            simd.store(scratch + i, zero)
+            kv_cache.write_key(model, block, offset % 32, scratch, packed)
+            if not model.kv_amx:
+                for i in range(0, d * 4, 64):
+                    simd.store(scratch + i, simd.load(source + (model.heads + model.kv_heads + h) * d * 4 + i))
+                kv_cache.write_value(model, block, offset % 32, scratch, packed)
+    if model.kv_amx:
+        cache_values(op, model, slot_mapping, first, end, scratch)
 
 
-@njit(nogil=True, error_model="numpy")
-def copy_element(size, source, target):
-    if size == 2:
-        simd.write_u16(target, simd.read_u16(source))
-    else:
-        simd.write_i32(target, simd.read_i32(source))
-
-
-@njit(nogil=True, error_model="numpy")
-def copy_slot(model, layer, source, target):
-    """Copy one token's keys and values of one layer to another slot."""
-    size = 2 if model.kv_bf16 else 4
-    s, t = source % 32, target % 32
-    for h in range(model.kv_heads):
-        a = block_address(model, layer, source // model.page_size, source % model.page_size, h)
-        b = block_address(model, layer, target // model.page_size, target % model.page_size, h)
-        va, vb = a + block_bytes(model), b + block_bytes(model)
-        for i in range(model.dim):
-            if model.kv_amx:
-                column = (i // 32) * 1024 + (i % 32) * 2
-                copy_element(2, a + (s // 16) * model.dim * 32 + (s % 16) * 64 + column,
-                             b + (t // 16) * model.dim * 32 + (t % 16) * 64 + column)  # fmt: skip
-                copy_element(2, va + i * 64 + s * 2, vb + i * 64 + t * 2)
-            else:
-                copy_element(size, a + (i * 32 + s) * size, b + (i * 32 + t) * size)
-                copy_element(size, va + (s * model.dim + i) * size, vb + (t * model.dim + i) * size)
-
-
-@njit(nogil=True, error_model="numpy")
-def clear_page(model, page, layer):
-    """Zero a new page's values: attention multiplies the slots past a sequence's end by zero, and 0 * NaN is NaN."""
-    zero = simd.broadcast(np.float32(0))
-    for offset in range(0, model.page_size, 32):
+@helper
+def cache_values(op, model, slot_mapping, first, end, scratch):
+    """Values into the layout for tiles, tokens in neighbouring slots together."""
+    t = first
+    while t < end:
+        page, offset = slot_mapping[t] // model.page_size, slot_mapping[t] % model.page_size
+        count, most = 1, min(16, end - t, 32 - offset % 32)
+        while count < most and slot_mapping[t + count] == slot_mapping[t] + count:
+            count += 1
         for h in range(model.kv_heads):
-            values = block_address(model, layer, page, offset, h) + block_bytes(model)
-            for i in range(0, block_bytes(model), 64):
-                simd.store(values + i, zero)
+            source = op.x + (t * op.ld + (model.heads + model.kv_heads + h) * model.head_dim) * 4
+            block = kv_cache.block_address(model, op.layer, page, offset, h)
+            kv_cache.write_values(model, block, offset % 32, count, source, op.ld * 4, model.head_dim, scratch)
+        t += count
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def query_address(model, kv_head, row):
     """Address of a query row; rows are tokens times the heads that share a KV head."""
     return model.q + (kv_head * model.max_tokens * model.group + row) * model.dim * (2 if model.kv_amx else 4)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def state_address(model, kv_head, row):
     """Address of the carried state of the sixteen rows that hold `row`: an accumulator, maxima, sums."""
     return model.state + (kv_head * model.state_items + row // 16) * 64 * (model.dim + 2)
 
 
-@njit(nogil=True, error_model="numpy")
-def attend_on_tiles(op, model, positions, block_tables, item, kv_head, scratch):
-    """One work item of attention.py for one KV head, a query in each lane."""
+@helper
+def item_block(op, model, block_tables, item, kv_head, number):
+    """Address of the item's key block `number`."""
+    slot = number * 32
+    page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
+    return kv_cache.block_address(model, op.layer, page, slot % model.page_size, kv_head)
+
+
+@helper
+def attend_on_tiles(op, model, positions, block_tables, item, following, kv_head, scratch):
+    """One work item of attention.py for one KV head, a query in each lane; `following` is this thread's likely next one.
+
+    Three blocks are under way at a time, so that tile and vector units need not wait for each other: the scores of one,
+    the softmax of the one before, the values of the one before that.
+    """
     dim, rows, row0 = model.dim, np.int64(item[attention.ROWS]), np.int64(item[attention.ROW])
-    q, scores, p = scratch, scratch + dim * 32, scratch + dim * 32 + 2048
-    acc = p + 1024
-    maxima, sums, limits = acc + dim * 64, acc + dim * 64 + 64, acc + dim * 64 + 128
-    source = query_address(model, kv_head, row0)
-    for t in range(0, dim * 2, 64):
-        simd.transpose(source + t, dim * 2, q + t * 16, 64)
-    zero = simd.broadcast(attention.ZERO)
-    for d in range(0, dim * 64, 64):
-        simd.store(acc + d, zero)
-    simd.store(maxima, simd.broadcast(attention.LOWEST))
-    simd.store(sums, zero)
-    if item[attention.FINAL] and item[attention.STATE] >= 0:
-        for r in range(rows):
-            row = np.int64(item[attention.STATE]) + r
-            state = state_address(model, kv_head, row) + row % 16 * 4
-            for d in range(0, (dim + 2) * 64, 64):
-                simd.write_f32(acc + d + r * 4, simd.read_f32(state + d))
-    for b in range(item[attention.FIRST], item[attention.END]):
-        slot = b * 32
-        page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
-        keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
-        if rows < 16 and b + 1 < item[attention.END]:  # full tiles find their keys in the cache
-            page = np.int64(block_tables[item[attention.SEQUENCE], (slot + 32) // model.page_size])
-            ahead = block_address(model, op.layer, page, (slot + 32) % model.page_size, kv_head)
-            for kilobyte in range(0, 2 * block_bytes(model), 1024):
-                gemm.prefetch_kilobyte(ahead + kilobyte)
-        attention.scores_on_tiles(q, keys, dim, scores)
-        hidden = positions[row0 // model.group] - slot < 31
-        if hidden:
-            write_limits(model, positions, row0, rows, slot, limits)
-        attention.soften_lanes(scores, p, maxima, sums, acc, dim, hidden, limits)
-        attention.values_on_tiles(p, keys + block_bytes(model), dim, acc)
+    first, end = np.int64(item[attention.FIRST]), np.int64(item[attention.END])
+    q, scores, p = scratch, scratch + dim * 32, scratch + dim * 32 + 4096
+    acc = p + 2048
+    stats = acc + dim * 64
+    room = stats + 256
+    load_queries(model, query_address(model, kv_head, row0), q)
+    start_lanes(model, item, kv_head, acc, rows)
+    attention.load_acc(acc, dim)
+    for b in range(first - 1, end + 1):
+        keys, values = np.int64(0), np.int64(0)
+        if b + 1 < end:
+            block = item_block(op, model, block_tables, item, kv_head, b + 1)
+            keys = kv_cache.keys_on_tiles(model, block, room)
+        if b > first:
+            values = kv_cache.values_on_tiles(
+                model, item_block(op, model, block_tables, item, kv_head, b - 1), room + dim * 64
+            )
+        later, earlier = (keys, scores + (b + 1) % 2 * 2048), (p + (b - 1) % 2 * 1024, values)
+        if b < first:
+            attention.scores_on_tiles(q, keys, dim, 0, dim, later[1])
+        elif b < end:
+            hidden = positions[row0 // model.group] - b * 32 < 31
+            if hidden:
+                write_limits(model, positions, row0, rows, b * 32, stats + 128)
+            now = scores + b % 2 * 2048, p + b % 2 * 1024
+            ahead = np.int64(0)
+            if rows < 16 and b + 2 < end:  # full tiles find their keys in the cache
+                ahead = item_block(op, model, block_tables, item, kv_head, b + 2)
+            elif rows < 16 and b + 2 - end < following[attention.END] - following[attention.FIRST]:
+                number = np.int64(following[attention.FIRST]) + b + 2 - end
+                ahead = item_block(op, model, block_tables, following, kv_head, number)
+            size = 2 * kv_cache.block_bytes(model) if ahead else 0
+            attention.turn_lanes(q, dim, stats, acc, later, now, hidden, stats + 128, earlier, ahead, size)
+        elif values:
+            attention.add_values(earlier[0], values, dim, 0, acc), attention.add_values(earlier[0], values, dim, 1, acc)
+    attention.store_acc(acc, dim)
     if item[attention.FINAL]:
-        write_lanes(op, model, row0, rows, kv_head, acc, sums, scores)
+        write_lanes(op, model, row0, rows, kv_head, acc, stats + 64, scores)
     else:
         state = state_address(model, kv_head, np.int64(item[attention.STATE]))
         for d in range(0, (dim + 2) * 64, 64):
             simd.store(state + d, simd.load(acc + d))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
+def load_queries(model, source, q):
+    """Sixteen rows of queries to (dim/2, 16, 2)."""
+    for t in range(0, model.dim * 2, 64):
+        simd.transpose(source + t, model.dim * 2, q + t * 16, 64)
+
+
+@helper
+def start_lanes(model, item, kv_head, acc, rows):
+    """Accumulator, maxima and sums: zeros, or what the item carries on from."""
+    fill_zeros(acc, (model.dim + 2) * 64)
+    simd.store(acc + model.dim * 64, simd.broadcast(attention.LOWEST))
+    if item[attention.FINAL] and item[attention.STATE] >= 0:
+        for r in range(rows):
+            row = np.int64(item[attention.STATE]) + r
+            state = state_address(model, kv_head, row) + row % 16 * 4
+            for d in range(0, (model.dim + 2) * 64, 64):
+                simd.write_f32(acc + d + r * 4, simd.read_f32(state + d))
+
+
+@helper
 def write_limits(model, positions, row0, rows, slot, limits):
     """How many keys from `slot` on each lane may see; lanes without a row see what the last row sees."""
     for r in range(16):
@@ -462,7 +430,7 @@ def write_limits(model, positions, row0, rows, slot, limits):
         simd.write_i32(limits + r * 4, np.int32(positions[token] + 1 - slot))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def write_lanes(op, model, row0, rows, kv_head, acc, sums, block):
     """Normalise finished lanes into the next activation, at (token, head * head_dim)."""
     inverse = simd.divide(simd.broadcast(attention.ONE), simd.load(sums))
@@ -476,11 +444,12 @@ def write_lanes(op, model, row0, rows, kv_head, acc, sums, block):
             simd.store_bf16(target, simd.load(block + r * 64))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def attend_on_vectors(op, model, positions, block_tables, item, kv_head, scratch):
     """One work item of attention.py for one KV head, a query at a time."""
     dim, rows, row0 = model.dim, np.int64(item[attention.ROWS]), np.int64(item[attention.ROW])
     acc, scores, p, stats = scratch, scratch + dim * 64, scratch + dim * 64 + 2048, scratch + dim * 64 + 4096
+    room, is_bf16 = stats + 128, model.kv_type == kv_cache.KV_BF16
     q = query_address(model, kv_head, row0)
     carried = item[attention.FINAL] and item[attention.STATE] >= 0
     for r in range(rows):
@@ -492,13 +461,17 @@ def attend_on_vectors(op, model, positions, block_tables, item, kv_head, scratch
             move_row(model, kv_head, np.int64(item[attention.STATE]) + r, acc + r * dim * 4, stats + r * 8, False)
     for b in range(item[attention.FIRST], item[attention.END]):
         slot = b * 32
-        page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
-        keys = block_address(model, op.layer, page, slot % model.page_size, kv_head)
-        attention.scores_on_vectors(q, keys, dim, rows, model.kv_bf16, scores)
+        keys = item_block(op, model, block_tables, item, kv_head, b)
+        values = keys + kv_cache.block_bytes(model)
+        if model.kv_type == kv_cache.KV_INT8:
+            kv_cache.expand_keys(model, keys, room)
+            kv_cache.expand_values(model, values, room + dim * 128)
+            keys, values = room, room + dim * 128
+        attention.scores_on_vectors(q, keys, dim, rows, is_bf16, scores)
         for r in range(rows):
             visible = np.int64(positions[(row0 + r) // model.group]) + 1 - slot
             attention.soften_row(scores + r * 128, p + r * 128, visible, stats + r * 8, acc + r * dim * 4, dim)
-        attention.values_on_vectors(p, keys + block_bytes(model), dim, rows, model.kv_bf16, acc)
+        attention.values_on_vectors(p, values, dim, rows, is_bf16, acc)
     for r in range(rows):
         if item[attention.FINAL]:
             write_row(op, model, row0 + r, kv_head, acc + r * dim * 4, simd.read_f32(stats + r * 8 + 4))
@@ -506,7 +479,7 @@ def attend_on_vectors(op, model, positions, block_tables, item, kv_head, scratch
             move_row(model, kv_head, np.int64(item[attention.STATE]) + r, acc + r * dim * 4, stats + r * 8, True)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def move_row(model, kv_head, row, acc, stats, save):
     """One row's accumulator, maximum and sum to its carried state, or back from there."""
     state = state_address(model, kv_head, row) + row % 16 * (model.dim + 2) * 4
@@ -522,7 +495,7 @@ def move_row(model, kv_head, row, acc, stats, save):
             simd.write_f32(stats + i, simd.read_f32(state + model.dim * 4 + i))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def write_row(op, model, row, kv_head, acc, total):
     """Normalise a finished row into the next activation, at (token, head * head_dim)."""
     size = 2 if model.act_bf16 else 4
@@ -532,12 +505,12 @@ def write_row(op, model, row, kv_head, acc, total):
         store_any(tile_address(op.out, token, head * model.head_dim + i, op.n, size), value, model.act_bf16)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def head_groups(op):
     return (op.n + 32 * HEAD_PAIRS - 1) // (32 * HEAD_PAIRS)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def head_item(op, model, rows, item, needs_logits, scratch):
     """A group of the output head's columns: per row its maximum, where that is, and the sum of exponentials."""
     size = 2 if model.act_bf16 else 4
@@ -559,7 +532,7 @@ def head_item(op, model, rows, item, needs_logits, scratch):
                 keep_logits(model, scratch + r * 128, begin, end, row + r)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def hide_padding(model, blocks, begin, end):
     """The columns past the vocabulary, in the last block, must not win."""
     column = (end - 1) * 32
@@ -570,7 +543,7 @@ def hide_padding(model, blocks, begin, end):
             simd.store(c + 64, simd.keep_below(simd.load(c + 64), model.vocab - column - 16, attention.LOWEST))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def keep_logits(model, c, begin, end, row):
     target = model.logits + (row * round_up(model.vocab, 32) + begin * 32) * 4
     for pair in range(end - begin):
@@ -578,7 +551,7 @@ def keep_logits(model, c, begin, end, row):
         simd.store(target + pair * 128 + 64, simd.load(c + pair * 4096 + 64))
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def head_row(c, column, pairs, partial):
     """Maximum, sum of exponentials and arg-max of one row over `pairs` blocks, 4096 bytes apart."""
     left, right = simd.load(c), simd.load(c + 64)
@@ -601,7 +574,7 @@ def head_row(c, column, pairs, partial):
             break
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def pick_row(op, model, row, best, best_logit, log_sum):
     """Join a row's partial results in column order: arg-max, its logit, log of the sum of exponentials."""
     groups = head_groups(op)
@@ -618,7 +591,7 @@ def pick_row(op, model, row, best, best_logit, log_sum):
     log_sum[row] = np.float64(top) + np.log(total)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def count_items(op, model, step):
     rows = step.rows if op.logits_rows else step.tokens
     if op.code == EMBED or op.code == NORM or op.code == ROPE:
@@ -634,7 +607,7 @@ def count_items(op, model, step):
     return step.samples
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def do_rows(op, model, first, end, scratch, arrays):
     """An operation that looks at one row at a time, on some of the step's rows."""
     if op.code == EMBED:
@@ -647,14 +620,14 @@ def do_rows(op, model, first, end, scratch, arrays):
         linear(op, model, (first, end), (0, count_pairs(op)), scratch)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
     """Execute one work item of an operation other than attention."""
     rows = step.rows if op.logits_rows else step.tokens
     if op.code == LINEAR or op.code == LINEAR_ADD or op.code == LINEAR_SWIGLU:
         linear_item(op, model, rows, item, scratch)
     elif op.code == CLEAR:
-        clear_page(model, np.int64(arrays.cleared_pages[item // model.layers]), item % model.layers)
+        kv_cache.clear_page(model, np.int64(arrays.cleared_pages[item // model.layers]), item % model.layers)
     elif op.code == HEAD:
         head_item(op, model, rows, item, arrays.needs_logits, scratch)
     elif op.code == PICK:
@@ -665,7 +638,7 @@ def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
         do_rows(op, model, item * 16, min(rows, item * 16 + 16), scratch, arrays)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def sample_item(model, item, arrays, vocab_scratch):
     sample = arrays.samples[item]
     row, token = sample.row, arrays.best[sample.row]
@@ -684,30 +657,31 @@ def sample_item(model, item, arrays, vocab_scratch):
     arrays.logprobs[item] = np.float32(np.float64(logit) - arrays.log_sum[row])
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def attention_level(op, model, arrays, first, end, counter, scratch):
     total = (end - first) * model.kv_heads
     while True:
         n = simd.fetch_add(counter, 1)
         if n >= total:
             break
-        item = arrays.items[first + n // model.kv_heads]
+        item, kv_head = arrays.items[first + n % (end - first)], n // (end - first)
         if model.kv_amx:
-            attend_on_tiles(op, model, arrays.positions, arrays.block_tables, item, n % model.kv_heads, scratch)
+            following = arrays.items[first + (n + model.threads) % (end - first)]
+            attend_on_tiles(op, model, arrays.positions, arrays.block_tables, item, following, kv_head, scratch)
         else:
-            attend_on_vectors(op, model, arrays.positions, arrays.block_tables, item, n % model.kv_heads, scratch)
+            attend_on_vectors(op, model, arrays.positions, arrays.block_tables, item, kv_head, scratch)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def copy_level(op, model, arrays, copies, counter):
     while True:
         n = simd.fetch_add(counter, 1)
         if n >= copies:
             break
-        copy_slot(model, op.layer, arrays.copies[n, 0], arrays.copies[n, 1])
+        kv_cache.copy_slot(model, op.layer, arrays.copies[n, 0], arrays.copies[n, 1])
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def attend(op, model, step, arrays, counter, generation, scratch):
     """Copies, then runs of keys that sequences share, then the rest; returns the barriers passed."""
     if step.copies:
@@ -722,7 +696,7 @@ def attend(op, model, step, arrays, counter, generation, scratch):
     return generation
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def by_rows(ops, first, end, model, step, scratch, arrays, times):
     """Operations [first, end), none of which looks across rows, one after the other on a chunk of rows at a time."""
     counter = model.counters + first * COUNTERS_PER_OP * 8
@@ -736,7 +710,7 @@ def by_rows(ops, first, end, model, step, scratch, arrays, times):
             times[i, 0] += simd.now_ns(scratch) - began
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def by_items(op, number, model, step, scratch, arrays, vocab_scratch):
     counter = model.counters + number * COUNTERS_PER_OP * 8
     total = count_items(op, model, step)

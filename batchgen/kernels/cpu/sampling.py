@@ -7,9 +7,9 @@ number), so it depends on nothing but the row itself.
 """
 
 import numpy as np
-from numba import njit
 
 from batchgen.kernels.cpu import simd
+from batchgen.kernels.cpu.compiling import helper
 
 LOG2_E = 1.4426950408889634
 NEVER = np.float32(-np.inf)
@@ -17,7 +17,7 @@ SMALLEST = np.float32(2e-38)  # exp2 ends at 2**-126
 MASK = np.uint64(0xFFFFFFFF)
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def philox_uniform(key, token_index, sample_number):
     """A float64 in [0, 1) with 53 random bits."""
     shift = np.uint64(32)
@@ -32,7 +32,7 @@ def philox_uniform(key, token_index, sample_number):
     return np.float64(np.int64(bits)) * 1.1102230246251565e-16
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def apply_penalties(x, sample, history, counts):
     """Repetition (prompt and output), then frequency and presence (output). `counts` is zero before and after."""
     begin, middle, end = sample.history_begin, sample.history_prompt_end, sample.history_end
@@ -53,7 +53,7 @@ def apply_penalties(x, sample, history, counts):
             counts[token] = 0
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def exponentials(x, vocab, temperature):
     """x -> exp((x - max) / temperature) in place, exactly 1 at the maximum, 0 where x is -inf."""
     top = NEVER
@@ -70,7 +70,7 @@ def exponentials(x, vocab, temperature):
             x[i] = 0
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def keep_top_k(p, vocab, k):
     threshold = np.partition(p[:vocab], vocab - k)[vocab - k]
     for i in range(vocab):
@@ -78,7 +78,7 @@ def keep_top_k(p, vocab, k):
             p[i] = 0
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def keep_top_p(p, vocab, top_p):
     """Zero all but the likeliest tokens whose mass reaches `top_p` of the whole.
 
@@ -114,7 +114,7 @@ def keep_top_p(p, vocab, top_p):
         p[above[order[n]]] = 0
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def draw(p, vocab, uniform):
     total = 0.0
     for i in range(vocab):
@@ -129,7 +129,7 @@ def draw(p, vocab, uniform):
     return last
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def arg_max(x, vocab):
     best = 0
     for i in range(1, vocab):
@@ -138,7 +138,7 @@ def arg_max(x, vocab):
     return best
 
 
-@njit(nogil=True, error_model="numpy")
+@helper
 def sample_row(logits, work, vocab, sample, history, suppress, counts):
     """The token drawn from `logits` (vocab,); scratch: `work` (vocab rounded up to 16,), `counts` (vocab,)."""
     work[:vocab] = logits[:vocab]

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import extending, njit, types
+from numba import extending, types
 from numba.core import cgutils
 from numba.extending import models, overload, register_model
 
-from batchgen.kernels.cpu.features import HAS_FMA
+from batchgen.kernels.cpu.compiling import helper
+from batchgen.kernels.cpu.features import HAS_AVX512, HAS_AVX512_BF16, HAS_FMA
 
 intrinsic: Any = extending.intrinsic  # its callers do not pass the typing context, which type checkers cannot know
 
@@ -25,6 +26,7 @@ F32 = ir.FloatType()
 V32 = ir.VectorType(F32, LANES)
 VI32 = ir.VectorType(I32, LANES)
 VI16 = ir.VectorType(I16, LANES)
+VI8 = ir.VectorType(I8, LANES)
 
 
 class BFloatType(ir.Type):
@@ -111,6 +113,17 @@ def emit_store_bf16(builder: Any, address: Any, value: Any) -> None:
     builder.store(builder.fptrunc(value, VBF16), pointer(builder, address, VBF16)).align = 2
 
 
+def emit_store_two_bf16(builder: Any, address: Any, first: Any, second: Any) -> None:
+    """32 bfloat16 side by side, by one instruction where there is one."""
+    if HAS_AVX512_BF16:
+        vector = ir.VectorType(BF16, 32)
+        both = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector, [second, first])
+        builder.store(both, pointer(builder, address, vector)).align = 2
+    else:
+        emit_store_bf16(builder, address, first)
+        emit_store_bf16(builder, builder.add(address, I64(32)), second)
+
+
 def lane_numbers() -> ir.Constant:
     return ir.Constant(VI32, list(range(LANES)))
 
@@ -132,6 +145,38 @@ def emit_exp2(builder: Any, x: Any) -> Any:
         p = emit_fma(builder, p, r, constant(c))
     shift = builder.shl(builder.fptosi(n, VI32), int_constant(23))
     return builder.bitcast(builder.add(builder.bitcast(p, VI32), shift), V32)
+
+
+CENTRED_EXP2 = (0.009582852013409138, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163, 1.0)
+UNIT_EXP2 = (0.013534167781472206, 0.052011460065841675, 0.2414427548646927, 0.6930038332939148, 1.0000026226043701)
+"""Coefficients of 2**r for r in [-0.5, 0.5] and in [0, 1], the highest first."""
+
+
+def _polynomial(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
+    value = constant(coefficients[0])
+    for c in coefficients[1:]:
+        value = emit_fma(builder, value, x, constant(c))
+    return value
+
+
+def emit_exp2_bf16(builder: Any, x: Any) -> Any:
+    """2**x to 3e-6, far below what bfloat16 resolves, x less than 127; NaN stays NaN.
+
+    A minimax polynomial of degree 4. Without AVX-512's instructions for the exponent, x is taken as at least -126, and
+    adding and subtracting 1.5 * 2**23 rounds it to an integer, whose bits then are the sum's last.
+    """
+    if HAS_AVX512:
+        keep, mask, rounding = ir.Constant(V32, ir.Undefined), I16(-1), I32(4)
+        floor = I32(1)
+        r = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", V32, [x, floor, keep, mask, rounding])
+        p = _polynomial(builder, r, UNIT_EXP2)
+        return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", V32, [p, x, keep, mask, rounding])
+    x = builder.select(builder.fcmp_ordered("<", x, constant(-126.0)), constant(-126.0), x)
+    shifted = builder.fadd(x, constant(12582912.0))
+    r = builder.fsub(x, builder.fsub(shifted, constant(12582912.0)))
+    p = _polynomial(builder, r, CENTRED_EXP2)
+    exponent = builder.shl(builder.bitcast(shifted, VI32), int_constant(23))
+    return builder.bitcast(builder.add(builder.bitcast(p, VI32), exponent), V32)
 
 
 def emit_maximum(builder: Any, a: Any, b: Any) -> Any:
@@ -210,6 +255,61 @@ def exp2(typingctx, x):
 
 
 @intrinsic
+def exp2_bf16(typingctx, x):
+    """2**x of each lane, exact enough for bfloat16; see `emit_exp2_bf16`."""
+    return f32x16(f32x16), lambda context, builder, sig, args: emit_exp2_bf16(builder, args[0])
+
+
+@intrinsic
+def where_above(typingctx, a, b, x, y):
+    """`x` in the lanes where a > b, `y` in the others."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[2], args[3])
+
+    return f32x16(f32x16, f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic
+def load_i8(typingctx, address):
+    """Sixteen int8 from an address, as float32."""
+
+    return f32x16(INT64), lambda context, builder, sig, args: emit_load_i8(builder, args[0])
+
+
+def emit_load_i8(builder: Any, address: Any) -> Any:
+    value = builder.load(pointer(builder, address, VI8))
+    value.align = 1
+    return builder.sitofp(builder.sext(value, VI32), V32)
+
+
+@intrinsic
+def expand_i8(typingctx, source, left, right, target):
+    """32 int8 at `source`, the first sixteen times `left` and the last times `right`, as bfloat16 to `target`."""
+
+    def codegen(context, builder, sig, args):
+        source, left, right, target = args
+        left = builder.fmul(emit_load_i8(builder, source), left)
+        right = builder.fmul(emit_load_i8(builder, builder.add(source, I64(16))), right)
+        emit_store_two_bf16(builder, target, left, right)
+        return context.get_dummy_value()
+
+    return VOID(INT64, f32x16, f32x16, INT64), codegen
+
+
+@intrinsic
+def store_i8(typingctx, address, value):
+    """Sixteen float32, rounded to nearest even, as int8 to an address; they must lie within [-128, 127]."""
+
+    def codegen(context, builder, sig, args):
+        rounded = builder.fptosi(call(builder, "llvm.rint.v16f32", V32, [args[1]]), VI32)
+        builder.store(builder.trunc(rounded, VI8), pointer(builder, args[0], VI8)).align = 1
+        return context.get_dummy_value()
+
+    return VOID(INT64, f32x16), codegen
+
+
+@intrinsic
 def divide(typingctx, a, b):
     """a / b of each lane."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fdiv(*args)
@@ -283,13 +383,13 @@ def any_above(typingctx, a, b):
 
 @intrinsic
 def store_pairs_bf16(typingctx, address, a, b):
-    """Sixteen (a, b) pairs of bfloat16 to an address: lane i's at 4 * i."""
+    """Sixteen (a, b) pairs of bfloat16 to an address, lane i's at 4 * i; rounded to nearest, ties away from zero."""
 
     def codegen(context, builder, sig, args):
         address, a, b = args
-        low, high = (builder.bitcast(builder.fptrunc(v, VBF16), VI16) for v in (a, b))
-        order = ir.Constant(ir.VectorType(I32, 32), [i // 2 + 16 * (i % 2) for i in range(32)])
-        pairs = builder.shuffle_vector(low, high, order)
+        low, high = (builder.add(builder.bitcast(v, VI32), int_constant(0x8000)) for v in (a, b))
+        low, high = builder.lshr(low, int_constant(16)), builder.and_(high, int_constant(-65536))
+        pairs = builder.or_(low, high)
         builder.store(pairs, pointer(builder, address, pairs.type)).align = 4
         return context.get_dummy_value()
 
@@ -375,18 +475,25 @@ def _writer(numba_type: types.Type, llvm_type: ir.Type) -> Any:
 read_f32, write_f32 = _reader(FLOAT32, F32), _writer(FLOAT32, F32)
 read_i32, write_i32 = _reader(types.int32, I32), _writer(types.int32, I32)
 read_i64, write_i64 = _reader(types.int64, I64), _writer(types.int64, I64)
+read_u8, write_u8 = _reader(types.uint8, I8), _writer(types.uint8, I8)
 read_u16, write_u16 = _reader(types.uint16, I16), _writer(types.uint16, I16)
 
 
-@intrinsic
-def prefetch(typingctx, address):
-    """Ask for the cache line at an address, into the second-level cache."""
+def _prefetcher(write: int, locality: int) -> Any:
+    @intrinsic
+    def prefetch_line(typingctx, address):
+        def codegen(context, builder, sig, args):
+            hints = [I32(write), I32(locality), I32(1)]
+            call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, args[0], I8), *hints])
+            return context.get_dummy_value()
 
-    def codegen(context, builder, sig, args):
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, args[0], I8), I32(0), I32(2), I32(1)])
-        return context.get_dummy_value()
+        return VOID(INT64), codegen
 
-    return VOID(INT64), codegen
+    return prefetch_line
+
+
+prefetch, prefetch_write = _prefetcher(0, 2), _prefetcher(1, 3)
+"""Ask for the cache line at an address: into the second-level cache; to be written."""
 
 
 @intrinsic
@@ -413,7 +520,7 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 MONOTONIC = np.int32(getattr(time, "CLOCK_MONOTONIC", 1))
 
 
-@njit(nogil=True)
+@helper
 def now_ns(scratch):
     """Nanoseconds of `time.monotonic_ns`'s clock; overwrites 16 bytes at the address `scratch`."""
     _clock_gettime(MONOTONIC, scratch)

@@ -60,11 +60,14 @@ def _operation(name: str, tiles: tuple[int, ...] = (), pointer_arg: bool = False
 
 load_config = _operation("ldtilecfg", pointer_arg=True)
 release = _operation("tilerelease")
-zero0, zero1, zero2, zero3 = (_operation("tilezero", (t,)) for t in range(4))
-load0, load1, load4, load5, load6, load7 = (
-    _operation("tileloadd64", (t,), pointer_arg=True, stride_arg=True) for t in (0, 1, 4, 5, 6, 7)
+zero0, zero1, zero2, zero3, zero4, zero5 = (_operation("tilezero", (t,)) for t in range(6))
+load0, load1, load2, load3, load4, load5, load6, load7 = (
+    _operation("tileloadd64", (t,), pointer_arg=True, stride_arg=True) for t in range(8)
 )
-store0, store1, store2, store3 = (_operation("tilestored64", (t,), pointer_arg=True, stride_arg=True) for t in range(4))
+store0, store1, store2, store3, store4, store5 = (
+    _operation("tilestored64", (t,), pointer_arg=True, stride_arg=True) for t in range(6)
+)
 dot_046, dot_147, dot_256, dot_357, dot_156 = (
     _operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7), (1, 5, 6))
 )
+dot_076, dot_176, dot_276, dot_376, dot_476, dot_576 = (_operation("tdpbf16ps", (t, 7, 6)) for t in range(6))
