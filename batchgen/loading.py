@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from batchgen.errors import ModelError, SpecError
 from batchgen.io.gguf_file import GGUFFile
 from batchgen.io.model_source import file_sha256, resolve_source
-from batchgen.kernels.base import Backend, ModelShape, StepLimits
+from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import forward
 from batchgen.models.weights import load_llama
@@ -45,6 +45,9 @@ class ModelFile:
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         return self.file.dequantize(name)
+
+    def codes(self, name: str) -> Codes | None:
+        return self.file.codes(name)
 
     def names(self) -> frozenset[str]:
         return frozenset(self.file.tensors)
@@ -228,6 +231,9 @@ class _Zeros:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
+
+    def codes(self, name: str) -> None:
+        return None
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         return np.zeros(self._shapes[name], np.float32)

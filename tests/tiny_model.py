@@ -83,6 +83,9 @@ class ArraySource:
     def dequantize(self, name: str) -> NDArray[np.float32]:
         return self.tensors[name]
 
+    def codes(self, name: str) -> None:
+        return None
+
 
 def make_backend(kernel: str, weights: str = "fp32", kv: str = "fp32", threads: int = 1) -> Backend:
     """An empty backend: `kernel` is "reference" or a kernel of the CPU backend; `weights` and `kv` are dtypes."""

@@ -19,6 +19,8 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from batchgen.errors import ModelError
+from batchgen.io.gguf_codes import unpack
+from batchgen.kernels.base import Codes
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -104,6 +106,10 @@ class GGUFFile:
                 f"{self.path}: tensor {name!r} has type {info.type_name}, which cannot be read as float32"
             ) from None
         return np.array(values, dtype=np.float32, copy=None if values.flags.writeable else True).reshape(info.shape)
+
+    def codes(self, name: str) -> Codes | None:
+        """A quantised matrix as it is stored, or None when its type is not one of `gguf_codes.UNPACKERS`."""
+        return unpack(self._info(name).type_name, self.raw(name))
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:

@@ -40,6 +40,45 @@ SAMPLE_DTYPE = np.dtype(
 """One token to draw. Where nothing but the arg-max is wanted, `needs_logits` is false for its row."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """A quantised matrix (outputs, inputs): weight = scale * code + minimum, all of a group of consecutive inputs.
+
+    `bits`: 4 for codes from 0 to 15, 8 for int8. Scales and minima (outputs, inputs / group) float32.
+    """
+
+    values: NDArray[Any]
+    bits: int
+    scales: NDArray[np.float32]
+    minima: NDArray[np.float32] | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.values.shape[1] // self.scales.shape[1]
+
+    @property
+    def format(self) -> tuple[int, int, bool]:
+        """What must be equal for matrices to lie side by side: bits, group, whether there are minima."""
+        return self.bits, self.group, self.minima is not None
+
+    def rows(self, order: NDArray[np.int64]) -> "Codes":
+        minima = None if self.minima is None else self.minima[order]
+        return Codes(self.values[order], self.bits, self.scales[order], minima)
+
+    def weights(self) -> NDArray[np.float32]:
+        """(outputs, inputs); each product of a scale and a code is exact in float32."""
+        products = np.repeat(self.scales, self.group, axis=1) * self.values.astype(np.float32)
+        return products if self.minima is None else products + np.repeat(self.minima, self.group, axis=1)
+
+
+Matrix = NDArray[np.float32] | Codes
+"""(outputs, inputs)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes that decide memory; `context_length` in tokens."""
@@ -147,19 +186,20 @@ class Ops(Protocol):
 class Backend(Protocol):
     """Weights, memory and execution on one device.
 
-    `vector`, `table`, `linear` and `gated_pair` pack float32 weights: linears are given as (out, in) arrays that are
-    laid side by side; `build` receives a function that calls `Ops`.
+    `vector`, `table`, `linear` and `gated_pair` pack weights; linears are given as matrices (outputs, inputs) that are
+    laid side by side, as `Codes` only where `wants_codes`. `build` receives a function that calls `Ops`.
     """
 
     name: str
     kernel: str
     weights_dtype: str
     kv_dtype: str
+    wants_codes: bool
 
     def vector(self, values: NDArray[np.float32]) -> Any: ...
     def table(self, rows: NDArray[np.float32]) -> Any: ...
-    def linear(self, parts: Sequence[NDArray[np.float32]]) -> Any: ...
-    def gated_pair(self, gate: NDArray[np.float32], up: NDArray[np.float32]) -> Any: ...
+    def linear(self, parts: Sequence[Matrix]) -> Any: ...
+    def gated_pair(self, gate: Matrix, up: Matrix) -> Any: ...
     def page_bytes(self, shape: ModelShape, page_size: int) -> int: ...
     def build(
         self,

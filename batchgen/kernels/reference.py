@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.kernels.base import ModelShape, Ops, StepBatch, StepLimits, StepResult
+from batchgen.kernels.base import Codes, Matrix, ModelShape, Ops, StepBatch, StepLimits, StepResult
 
 Floats = NDArray[np.float32]
-WEIGHT_TYPES, KV_TYPES = ("fp32", "bf16"), ("fp32", "bf16", "int8", "q8_0")
+WEIGHT_TYPES, KV_TYPES = ("fp32", "bf16", "native", "int8"), ("fp32", "bf16", "int8", "q8_0")
 
 SMALLEST = 2e-38
 """Weights of tokens below this fraction of the likeliest one's count as zero (float32 has no normal numbers there)."""
@@ -31,10 +31,13 @@ def round_bf16(values: Floats) -> Floats:
 
 
 def stored(values: Floats, dtype: str) -> Floats:
-    """What remains of float32 values kept as "fp32", "bf16", "int8" (a scale per row) or "q8_0" (one per 32)."""
+    """What remains of float32 values kept as "fp32", "bf16", "int8" (a scale per row) or "q8_0" (one per 32).
+
+    "native" are a file's own codes, whose values are rounded to bfloat16 when they are multiplied.
+    """
     if dtype in ("int8", "q8_0"):
         return round_int8(values, values.shape[-1] if dtype == "int8" else 32)
-    return round_bf16(values) if dtype == "bf16" else np.array(values, np.float32)
+    return round_bf16(values) if dtype in ("bf16", "native") else np.array(values, np.float32)
 
 
 def round_int8(values: Floats, group: int) -> Floats:
@@ -115,9 +118,11 @@ class EagerOps:
         values: Floats,
         rope: tuple[Floats, Floats],
         kv_dtype: str,
+        weights_dtype: str,
     ):
         self._batch, self._shape, self._page_size = batch, shape, page_size
         self._keys, self._values, self._rope, self._kv_dtype = keys, values, rope, kv_dtype
+        self._weights_dtype = weights_dtype
         self.logits: Floats = np.zeros((0, shape.vocab_size), np.float32)
         self.tokens = np.zeros(0, np.int32)
         self.logprobs: Floats = np.zeros(0, np.float32)
@@ -137,14 +142,15 @@ class EagerOps:
         return rms_norm(x, weight, eps)
 
     def linear(self, x: Floats, weight: Floats) -> Floats:
-        return x @ weight.T
+        """With int8 weights the rows of `x` are rounded to int8 too, each with a scale of its own."""
+        return (stored(x, "int8") if self._weights_dtype == "int8" else x) @ weight.T
 
     def linear_add(self, x: Floats, weight: Floats, residual: Floats) -> Floats:
-        return residual + x @ weight.T
+        return residual + self.linear(x, weight)
 
     def linear_swiglu(self, x: Floats, weight: tuple[Floats, Floats]) -> Floats:
         gate, up = weight
-        return swiglu(x @ gate.T, x @ up.T)
+        return swiglu(self.linear(x, gate), self.linear(x, up))
 
     def rope_and_cache(self, qkv: Floats, layer: int) -> Floats:
         """Rotate q and k, write k and v into the cache; returns q (T, heads, head_dim)."""
@@ -173,7 +179,7 @@ class EagerOps:
 
     def sample_head(self, x: Floats, weight: Floats) -> None:
         batch = self._batch
-        self.logits = x @ weight.T
+        self.logits = self.linear(x, weight)
         rows = batch.samples["row"]
         self.tokens = np.array([self._draw(sample) for sample in batch.samples], np.int32)
         self.logprobs = log_softmax(self.logits)[rows, self.tokens].astype(np.float32)
@@ -193,6 +199,7 @@ class ReferenceBackend:
 
     name = "cpu"
     kernel = "reference"
+    wants_codes = False
 
     def __init__(self, weights_dtype: str = "fp32", kv_dtype: str = "fp32"):
         for dtype, known in ((weights_dtype, WEIGHT_TYPES), (kv_dtype, KV_TYPES)):
@@ -204,13 +211,13 @@ class ReferenceBackend:
         return np.array(values, np.float32)
 
     def table(self, rows: Floats) -> Floats:
-        return stored(rows, self.weights_dtype)
+        return stored(rows, "fp32" if self.weights_dtype == "fp32" else "bf16")
 
-    def linear(self, parts: Sequence[Floats]) -> Floats:
-        return stored(np.concatenate(parts), self.weights_dtype)
+    def linear(self, parts: Sequence[Matrix]) -> Floats:
+        return stored(np.concatenate([p.weights() if isinstance(p, Codes) else p for p in parts]), self.weights_dtype)
 
-    def gated_pair(self, gate: Floats, up: Floats) -> tuple[Floats, Floats]:
-        return stored(gate, self.weights_dtype), stored(up, self.weights_dtype)
+    def gated_pair(self, gate: Matrix, up: Matrix) -> tuple[Floats, Floats]:
+        return self.linear([gate]), self.linear([up])
 
     def page_bytes(self, shape: ModelShape, page_size: int) -> int:
         """Bytes of the keys and values of all layers; rounded values, too, are kept in float32."""
@@ -230,7 +237,9 @@ class ReferenceBackend:
 
     def run(self, batch: StepBatch) -> StepResult:
         """Execute one step; all logits rows are returned, whether they were asked for or not."""
-        ops = EagerOps(batch, self._shape, self._page_size, self._keys, self._values, self._rope, self.kv_dtype)
+        ops = EagerOps(
+            batch, self._shape, self._page_size, self._keys, self._values, self._rope, self.kv_dtype, self.weights_dtype
+        )
         self._forward(ops)
         return StepResult(ops.tokens, ops.logprobs, ops.logits)
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import ModelError
-from batchgen.kernels.base import Backend
+from batchgen.kernels.base import Backend, Codes, Matrix
 from batchgen.models.config import ModelConfig
 
 
@@ -17,6 +17,7 @@ class TensorSource(Protocol):
     def names(self) -> frozenset[str]: ...
     def shape_of(self, name: str) -> tuple[int, ...] | None: ...
     def dequantize(self, name: str) -> NDArray[np.float32]: ...
+    def codes(self, name: str) -> Codes | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,22 @@ class _Tensors:
         self._unused = set(source.names())
 
     def __call__(self, name: str, *expected: int) -> NDArray[np.float32]:
+        self._check(name, expected)
+        return self._source.dequantize(name)
+
+    def matrix(self, name: str, outputs: int, inputs: int, as_codes: bool) -> Matrix:
+        """The same, as codes where that is wanted and possible."""
+        self._check(name, (outputs, inputs))
+        codes = self._source.codes(name) if as_codes else None
+        return self._source.dequantize(name) if codes is None else codes
+
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
         self._unused.discard(name)
         found = self._source.shape_of(name)
         if found is None:
             raise ModelError(f"the model file lacks the tensor '{name}'")
         if found != expected:
             raise ModelError(f"tensor '{name}' has shape {found}; the metadata asks for {expected}")
-        return self._source.dequantize(name)
 
     def refuse_unused(self, architecture: str) -> None:
         """Ignoring a tensor would mean to compute something else than the model says."""
@@ -75,26 +85,27 @@ def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> D
 
     tensor = _Tensors(source)
 
+    def matrix(name: str, outputs: int, inputs: int) -> Matrix:
+        return tensor.matrix(name, outputs, inputs, backend.wants_codes)
+
     def layer(i: int) -> LayerWeights:
         block = f"blk.{i}."
-        q = split_rotary(tensor(block + "attn_q.weight", q_size, hidden), shape.head_dim)
-        k = split_rotary(tensor(block + "attn_k.weight", kv_size, hidden), shape.head_dim)
+        q = split_rotary(matrix(block + "attn_q.weight", q_size, hidden), shape.head_dim)
+        k = split_rotary(matrix(block + "attn_k.weight", kv_size, hidden), shape.head_dim)
         return LayerWeights(
             attention_norm=backend.vector(tensor(block + "attn_norm.weight", hidden)),
-            qkv=backend.linear([q, k, tensor(block + "attn_v.weight", kv_size, hidden)]),
-            attention_output=backend.linear([tensor(block + "attn_output.weight", hidden, q_size)]),
+            qkv=backend.linear([q, k, matrix(block + "attn_v.weight", kv_size, hidden)]),
+            attention_output=backend.linear([matrix(block + "attn_output.weight", hidden, q_size)]),
             ffn_norm=backend.vector(tensor(block + "ffn_norm.weight", hidden)),
             gate_up=backend.gated_pair(
-                tensor(block + "ffn_gate.weight", ffn, hidden), tensor(block + "ffn_up.weight", ffn, hidden)
+                matrix(block + "ffn_gate.weight", ffn, hidden), matrix(block + "ffn_up.weight", ffn, hidden)
             ),
-            down=backend.linear([tensor(block + "ffn_down.weight", hidden, ffn)]),
+            down=backend.linear([matrix(block + "ffn_down.weight", hidden, ffn)]),
         )
 
-    embedding = tensor("token_embd.weight", vocab, hidden)
+    table = backend.table(tensor("token_embd.weight", vocab, hidden))
     tied = source.shape_of("output.weight") is None
-    table = backend.table(embedding)
-    output = backend.linear([embedding if tied else tensor("output.weight", vocab, hidden)])
-    del embedding
+    output = backend.linear([matrix("token_embd.weight" if tied else "output.weight", vocab, hidden)])
     weights = DecoderWeights(
         embedding=table,
         layers=tuple(layer(i) for i in range(shape.num_layers)),
@@ -105,10 +116,10 @@ def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> D
     return weights
 
 
-def split_rotary(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+def split_rotary(rows: Matrix, head_dim: int) -> Matrix:
     """Reorder each head from GGUF's interleaved pairs (2i, 2i+1) to halves (i, i + head_dim/2).
 
     Scores are sums over the head's dimensions, so the order is free as long as q and k share it.
     """
-    heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
-    return heads.transpose(0, 2, 1, 3).reshape(rows.shape)
+    order = np.arange(rows.shape[0]).reshape(-1, head_dim // 2, 2).transpose(0, 2, 1).ravel()
+    return rows.rows(order) if isinstance(rows, Codes) else rows[order]

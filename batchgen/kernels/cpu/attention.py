@@ -217,14 +217,6 @@ def turn_lanes(q, dim, stats, acc, later, now, hidden, limits, earlier, ahead, a
 # On vectors: scratch holds acc (16, dim) · scores (16, 32) · weights (16, 32) · (maximum, sum) (16, 2), float32.
 
 
-@inlined
-def load_any(address, is_bf16):
-    """Sixteen consecutive elements."""
-    if is_bf16:
-        return simd.load_bf16(address)
-    return simd.load(address)
-
-
 @helper
 def scores_on_vectors(q, k, dim, rows, kv_bf16, scores):
     """scores (rows, 32) = q (rows, dim) float32 @ K (dim, 32)."""
@@ -233,8 +225,8 @@ def scores_on_vectors(q, k, dim, rows, kv_bf16, scores):
         left, right = simd.broadcast(ZERO), simd.broadcast(ZERO)
         for i in range(dim):
             factor = simd.broadcast(simd.read_f32(q + (r * dim + i) * 4))
-            left = simd.fma(factor, load_any(k + i * 32 * size, kv_bf16), left)
-            right = simd.fma(factor, load_any(k + (i * 32 + 16) * size, kv_bf16), right)
+            left = simd.fma(factor, simd.load_any(k + i * 32 * size, kv_bf16), left)
+            right = simd.fma(factor, simd.load_any(k + (i * 32 + 16) * size, kv_bf16), right)
         simd.store(scores + r * 128, left)
         simd.store(scores + r * 128 + 64, right)
 
@@ -248,7 +240,7 @@ def values_on_vectors(p, v, dim, rows, kv_bf16, acc):
             total = simd.load(acc + (r * dim + d) * 4)
             for t in range(32):
                 weight = simd.broadcast(simd.read_f32(p + (r * 32 + t) * 4))
-                total = simd.fma(weight, load_any(v + (t * dim + d) * size, kv_bf16), total)
+                total = simd.fma(weight, simd.load_any(v + (t * dim + d) * size, kv_bf16), total)
             simd.store(acc + (r * dim + d) * 4, total)
 
 

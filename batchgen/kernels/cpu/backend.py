@@ -3,19 +3,34 @@
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.kernels.base import KEY_BLOCK, ModelShape, Ops, StepBatch, StepLimits, StepResult, single_token_batch
-from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, tiles
+from batchgen.kernels.base import (
+    KEY_BLOCK,
+    Codes,
+    Matrix,
+    ModelShape,
+    Ops,
+    StepBatch,
+    StepLimits,
+    StepResult,
+    single_token_batch,
+)
+from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, records, tiles
+from batchgen.kernels.cpu.codes import block_bytes
 from batchgen.kernels.cpu.features import available_kernels
+from batchgen.kernels.cpu.head import HEAD_ROWS
+from batchgen.kernels.cpu.linear import BLOCK_BYTES, CHUNK_BYTES
+from batchgen.kernels.cpu.records import FORMAT_CODES, FORMAT_INT8, FORMAT_PANELS, HEAD_PAIRS, PARTIAL_FIELDS
 
 ALIGNMENT, HUGE_PAGE = 4096, 2 << 20
 
 
+WEIGHT_TYPES = ("fp32", "bf16", "native", "int8")
 KV_TYPES = {
     "fp32": kv_cache.KV_F32,
     "bf16": kv_cache.KV_BF16,
@@ -44,11 +59,16 @@ def pad(value: int, multiple: int = 32) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight in kernel layout: `k` rows (inputs) and `n` columns (outputs), padded; `array` owns the memory."""
+    """A weight in kernel layout: `k` rows (inputs) and `n` columns (outputs), padded; the arrays own the memory.
+
+    `layout`: what an operation must know of it, the fields of `records.OP_DTYPE` from `format` on.
+    """
 
     array: NDArray[Any]
     k: int
     n: int
+    layout: dict[str, int] = field(default_factory=dict)
+    scales: NDArray[np.float32] | None = None  # of the columns, of int8
 
     @property
     def address(self) -> int:
@@ -65,6 +85,17 @@ class Buffer:
     @property
     def address(self) -> int:
         return self.array.ctypes.data
+
+
+def layout_of(matrix: Matrix) -> tuple[int, int, bool] | None:
+    """How a matrix is quantised; None when it is not."""
+    return matrix.format if isinstance(matrix, Codes) else None
+
+
+def most_rows(op: np.void, act_dtype: Any) -> int:
+    """The most rows that `linear.row_chunk`, `program.chunk_rows` and the head take at a time."""
+    chunk = CHUNK_BYTES // (int(op["k"]) * np.dtype(act_dtype).itemsize) // 32 * 32
+    return max(64, chunk, program.MOST_ROWS + 32, HEAD_ROWS)
 
 
 class StepArrays(NamedTuple):
@@ -134,7 +165,7 @@ class Crew:
 class CpuBackend:
     """See `kernels.base.Backend`.
 
-    kernel: one of `features.KERNELS`; weights_dtype: "fp32" or "bf16"; kv_dtype: one of `KV_TYPES`.
+    kernel: one of `features.KERNELS`; weights_dtype: one of `WEIGHT_TYPES`; kv_dtype: one of `KV_TYPES`.
     """
 
     name = "cpu"
@@ -142,14 +173,15 @@ class CpuBackend:
     def __init__(self, kernel: str, weights_dtype: str, kv_dtype: str, threads: int):
         if kernel not in available_kernels():
             raise ValueError(f"kernel {kernel} does not run on this processor, which has {available_kernels()}")
-        if kernel != "portable" and weights_dtype != "bf16":
-            raise ValueError(f"kernel {kernel} needs bf16 weights, not {weights_dtype}")
+        if kernel != "portable" and weights_dtype == "fp32":
+            raise ValueError(f"kernel {kernel} works on bf16 or narrower weights, not {weights_dtype}")
         self.kernel, self.weights_dtype, self.kv_dtype = kernel, weights_dtype, kv_dtype
         self._code = {
             "amx_bf16": gemm.KERNEL_AMX,
             "avx512_bf16": gemm.KERNEL_AVX512_BF16,
             "portable": gemm.KERNEL_F32 if weights_dtype == "fp32" else gemm.KERNEL_BF16_WEIGHTS,
         }[kernel]
+        self.wants_codes = weights_dtype == "native"
         self._act_dtype = np.float32 if kernel == "portable" else np.uint16
         self._kv_amx = kernel == "amx_bf16" and kv_dtype != "fp32"
         self._threads = threads
@@ -173,25 +205,52 @@ class CpuBackend:
             pack.rows_to_bf16(rows, array.reshape(count, pad(k)))
         return Packed(array, pad(k), count)
 
-    def linear(self, parts: Sequence[NDArray[np.float32]]) -> Packed:
-        k, n = parts[0].shape[1], sum(len(p) for p in parts)
-        array = self._panels(k, n)
-        column = 0
-        for part in parts:
-            pack.fill_panels(part, array, pad(k), column, False)
-            column += len(part)
-        return Packed(array, pad(k), pad(n))
+    def linear(self, parts: Sequence[Matrix]) -> tuple[Packed, ...]:
+        """One weight, or one for each part when they are quantised in different ways."""
+        columns = np.cumsum([0, *(p.shape[0] for p in parts)])
+        if len({layout_of(p) for p in parts}) > 1 and not (columns % 32).any():
+            return tuple(self._pack([p], [0], pad(p.shape[0]), False) for p in parts)
+        return (self._pack(parts, columns[:-1].tolist(), pad(int(columns[-1])), False),)
 
-    def gated_pair(self, gate: NDArray[np.float32], up: NDArray[np.float32]) -> Packed:
+    def gated_pair(self, gate: Matrix, up: Matrix) -> tuple[Packed, ...]:
         """Panels of gate and up in turn, so that one block holds both halves of sixteen outputs."""
-        n, k = gate.shape
-        array = self._panels(k, 2 * pad(n))
-        pack.fill_panels(gate, array, pad(k), 0, True)
-        pack.fill_panels(up, array, pad(k), 16, True)
-        return Packed(array, pad(k), pad(n))
+        packed = self._pack([gate, up], [0, 16], 2 * pad(gate.shape[0]), True)
+        return (replace(packed, n=packed.n // 2),)
 
-    def _panels(self, k: int, n: int) -> NDArray[Any]:
-        return aligned_zeros(pad(k) * pad(n), np.float32 if self.weights_dtype == "fp32" else np.uint16)
+    def _pack(self, parts: Sequence[Matrix], columns: list[int], n: int, alternate: bool) -> Packed:
+        """Matrices that start at the given output columns, in one weight of `n` columns."""
+        codes = [p for p in parts if isinstance(p, Codes)]
+        if codes and len({layout_of(p) for p in parts}) == 1:
+            return self._pack_codes(codes, columns, n, alternate)
+        arrays = [p.weights() if isinstance(p, Codes) else p for p in parts]
+        if self.weights_dtype == "int8":
+            return self._pack_int8(arrays, columns, n, alternate)
+        k = pad(arrays[0].shape[1])
+        panels = aligned_zeros(k * n, np.float32 if self.weights_dtype == "fp32" else np.uint16)
+        for part, column in zip(arrays, columns, strict=True):
+            pack.fill_panels(part, panels, k, column, alternate)
+        return Packed(panels, k, n, {"format": FORMAT_PANELS, "pair_bytes": k * 32 * panels.itemsize})
+
+    def _pack_codes(self, parts: Sequence[Codes], columns: list[int], n: int, alternate: bool) -> Packed:
+        bits, group, minima = parts[0].format
+        k = parts[0].shape[1]
+        size = k // 32 * block_bytes(bits, group, minima)
+        panels = aligned_zeros(n // 16 * size, np.uint8)
+        for part, column in zip(parts, columns, strict=True):
+            pack.fill_codes(part, panels, column, alternate)
+        layout = {"format": FORMAT_CODES, "pair_bytes": 2 * size, "bits": bits, "group": group, "minima": int(minima)}
+        return Packed(panels, k, n, layout)
+
+    def _pack_int8(self, parts: Sequence[NDArray[np.float32]], columns: list[int], n: int, alternate: bool) -> Packed:
+        k = pad(parts[0].shape[1], 64)
+        panels, scales = aligned_zeros(k * n, np.int8), aligned_zeros(n, np.float32)
+        for part, column in zip(parts, columns, strict=True):
+            codes, of_rows = pack.quantise_rows(part)
+            pack.fill_panels(codes, panels, k, column, alternate)
+            at = np.arange(len(part))
+            scales[column + (at // 16 * 32 + at % 16 if alternate else at)] = of_rows
+        layout = {"format": FORMAT_INT8, "pair_bytes": k * 32}
+        return Packed(panels, pad(parts[0].shape[1]), n, layout, scales)
 
     # Memory
 
@@ -220,12 +279,13 @@ class CpuBackend:
         self._crew = Crew(self._threads)
         self._tokens = pad(limits.max_tokens)
         self._rows = pad(limits.max_seqs)
-        self._models = np.zeros(1, program.MODEL_DTYPE)
-        self._steps = np.zeros(1, program.STEP_DTYPE)
+        self._models = np.zeros(1, records.MODEL_DTYPE)
+        self._steps = np.zeros(1, records.STEP_DTYPE)
         self._fill_model(rope)
         recorder = Recorder(self, shape, self._tokens, self._rows)
         forward(recorder)
         self._ops = np.concatenate(recorder.ops)
+        self._reserve_scratch()
         self._ops["fused_end"] = program.fused_ends(self._ops)
         self._counters = self._keep("counters", len(self._ops) * program.COUNTERS_PER_OP, np.int64)
         self.times = np.zeros((self._threads, len(self._ops), 2), np.int64)
@@ -244,7 +304,7 @@ class CpuBackend:
             "threads": self._threads,
             "kernel": self._code,
             "act_bf16": self._act_dtype == np.uint16,
-            "table_bf16": self.weights_dtype == "bf16",
+            "table_bf16": self.weights_dtype != "fp32",
             "kv_type": KV_TYPES[self.kv_dtype],
             "kv_groups": self._kv_groups(shape),
             "kv_amx": self._kv_amx,
@@ -268,12 +328,21 @@ class CpuBackend:
         self._keep("state", shape.num_kv_heads * items * 16 * (dim + 2), np.float32)
         for name, table in zip(("cos", "sin"), rope, strict=True):
             self._keep(name, table.size, np.float32)[:] = table.reshape(-1)
-        groups = -(-pad(shape.vocab_size) // (32 * program.HEAD_PAIRS))
-        self._keep("partial", self._rows * groups * program.PARTIAL_FIELDS, np.float32)
+        groups = -(-pad(shape.vocab_size) // (32 * HEAD_PAIRS))
+        self._keep("partial", self._rows * groups * PARTIAL_FIELDS, np.float32)
         self._barrier = self._keep("barrier", 8, np.int64)
         self._kept.append(config := tiles.tile_config())
         self._models["tile_config"] = config.ctypes.data
-        scratch = pad(max(dim * 320 + 8192 + 512, 4096 * program.HEAD_PAIRS), ALIGNMENT)
+
+    def _reserve_scratch(self) -> None:
+        """A piece for each thread: two blocks, a pair of expanded panels; rows in int8; the head's blocks."""
+        dim, widest = pad(self._shape.head_dim), int(self._ops["k"].max())
+        row_bytes = max(int(op["k"]) * most_rows(op, self._act_dtype) for op in self._ops if op["w"])
+        codes = pad(max(dim * 320 + 8704, 2 * BLOCK_BYTES + widest * 64), ALIGNMENT)
+        has_integers = (self._ops["format"] == FORMAT_INT8).any()
+        blocks = codes + (pad(2 * row_bytes + (1 << 16), ALIGNMENT) if has_integers else 0)
+        scratch = blocks + HEAD_ROWS // 32 * HEAD_PAIRS * BLOCK_BYTES
+        self._models["codes_offset"], self._models["blocks_offset"] = codes, blocks
         self._models["scratch_bytes"] = scratch
         self._keep("scratch", scratch * self._threads, np.uint8)
 
@@ -348,7 +417,7 @@ class Recorder:
         return self._buffers[key]
 
     def _record(self, code: int, **fields: Any) -> None:
-        op = np.zeros(1, program.OP_DTYPE)
+        op = np.zeros(1, records.OP_DTYPE)
         op["code"] = code
         for name, value in fields.items():
             op[name] = value
@@ -356,14 +425,14 @@ class Recorder:
 
     def embed(self, table: Packed) -> Buffer:
         out = self._buffer("residual", table.k, np.float32)
-        self._record(program.CLEAR)
-        self._record(program.EMBED, w=table.address, out=out.address, k=table.k, ld=out.ld)
+        self._record(records.CLEAR)
+        self._record(records.EMBED, w=table.address, out=out.address, k=table.k, ld=out.ld)
         self._backend._kept.append(table.array)
         return out
 
     def _norm(self, x: Buffer, weight: Packed, eps: float, out: Buffer, final: bool) -> Buffer:
         self._record(
-            program.NORM, logits_rows=final, x=x.address, w=weight.address, out=out.address, k=x.ld,
+            records.NORM, logits_rows=final, x=x.address, w=weight.address, out=out.address, k=x.ld,
             n=self._shape.hidden_size, ld=x.ld, eps=eps,
         )  # fmt: skip
         self._backend._kept.append(weight.array)
@@ -375,34 +444,42 @@ class Recorder:
     def final_norm(self, x: Buffer, weight: Packed, eps: float) -> Buffer:
         return self._norm(x, weight, eps, self._buffer("final", x.ld, self._backend._act_dtype, self._rows), True)
 
-    def _linear(self, code: int, x: Buffer, weight: Packed, out: Buffer, logits_rows: bool = False) -> Buffer:
-        self._record(
-            code, logits_rows=logits_rows, x=x.address, w=weight.address, out=out.address, k=weight.k, n=weight.n,
-            ld=out.ld,
-        )  # fmt: skip
-        self._backend._kept.append(weight.array)
+    def _linear(
+        self, code: int, x: Buffer, weights: tuple[Packed, ...], out: Buffer, logits_rows: bool = False
+    ) -> Buffer:
+        column = 0
+        for weight in weights:
+            self._record(
+                code, logits_rows=logits_rows, x=x.address, w=weight.address, out=out.address + column * 4, k=weight.k,
+                n=weight.n, ld=out.ld, scales=0 if weight.scales is None else weight.scales.ctypes.data,
+                **weight.layout,
+            )  # fmt: skip
+            column += weight.n
+            self._backend._kept += [weight.array] if weight.scales is None else [weight.array, weight.scales]
         return out
 
-    def linear(self, x: Buffer, weight: Packed) -> Buffer:
-        return self._linear(program.LINEAR, x, weight, self._buffer("linear", weight.n, np.float32, self._tokens + 16))
+    def linear(self, x: Buffer, weights: tuple[Packed, ...]) -> Buffer:
+        n = sum(weight.n for weight in weights)
+        return self._linear(records.LINEAR, x, weights, self._buffer("linear", n, np.float32, self._tokens + 16))
 
-    def linear_add(self, x: Buffer, weight: Packed, residual: Buffer) -> Buffer:
-        return self._linear(program.LINEAR_ADD, x, weight, residual)
+    def linear_add(self, x: Buffer, weights: tuple[Packed, ...], residual: Buffer) -> Buffer:
+        return self._linear(records.LINEAR_ADD, x, weights, residual)
 
-    def linear_swiglu(self, x: Buffer, weight: Packed) -> Buffer:
-        return self._linear(program.LINEAR_SWIGLU, x, weight, self._buffer("gated", weight.n, self._backend._act_dtype))
+    def linear_swiglu(self, x: Buffer, weights: tuple[Packed, ...]) -> Buffer:
+        out = self._buffer("gated", weights[0].n, self._backend._act_dtype)
+        return self._linear(records.LINEAR_SWIGLU, x, weights, out)
 
     def rope_and_cache(self, qkv: Buffer, layer: int) -> Buffer:
-        self._record(program.ROPE, x=qkv.address, ld=qkv.ld, layer=layer)
+        self._record(records.ROPE, x=qkv.address, ld=qkv.ld, layer=layer)
         return qkv
 
     def attention(self, q: Buffer, layer: int) -> Buffer:
         out = self._buffer("attended", pad(self._shape.num_heads * self._shape.head_dim), self._backend._act_dtype)
-        self._record(program.ATTENTION, out=out.address, n=out.ld, layer=layer)
+        self._record(records.ATTENTION, out=out.address, n=out.ld, layer=layer)
         return out
 
-    def sample_head(self, x: Buffer, weight: Packed) -> None:
+    def sample_head(self, x: Buffer, weights: tuple[Packed, ...]) -> None:
         none = Buffer(x.array, 0)
-        self._linear(program.HEAD, x, weight, none, True)
-        self._record(program.PICK, logits_rows=True, n=weight.n)
-        self._record(program.SAMPLE)
+        self._linear(records.HEAD, x, weights[:1], none, True)
+        self._record(records.PICK, logits_rows=True, n=weights[0].n)
+        self._record(records.SAMPLE)

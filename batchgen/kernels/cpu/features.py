@@ -18,7 +18,7 @@ def cpu_features() -> frozenset[str]:
 HOST = cpu_features()
 HAS_AVX512 = "avx512f" in HOST
 HAS_AVX512_BF16 = HAS_AVX512 and "avx512bf16" in HOST
-HAS_AMX = HAS_AVX512_BF16 and {"amx-tile", "amx-bf16"} <= HOST and sys.platform == "linux"
+HAS_AMX = HAS_AVX512_BF16 and {"amx-tile", "amx-bf16", "amx-int8"} <= HOST and sys.platform == "linux"
 HAS_FMA = "fma" in HOST or platform.machine() in ("aarch64", "arm64")
 
 

@@ -1,10 +1,12 @@
 """Matrix products. One block of C is 32 rows by 32 columns, summed over K in one order whatever M is.
 
-Layouts, shared by all kernels (K padded to 32 and N to 32 with zeros):
+Layouts, shared by all kernels (K padded to 32, or to 64 for int8, and N to 32 with zeros):
 
 - activations: tiles of 16 rows x 32 columns, `(M/16, K/32, 16, 32)`, float32 or bfloat16;
 - weights in float32: panels of 16 columns, `(N/16, K, 16)`;
-- weights in bfloat16: panels of 16 columns with two consecutive k side by side, `(N/16, K/2, 16, 2)`.
+- weights in bfloat16: panels of 16 columns with two consecutive k side by side, `(N/16, K/2, 16, 2)`;
+- weights in int8: panels of 16 columns with four consecutive k side by side, `(N/16, K/4, 16, 4)`, and activations to
+  go with them in tiles of 16 rows x 64 columns, `(M/16, K/64, 16, 64)`. Their products are exact int32.
 
 `block` writes the 32 x 32 float32 result to a scratch of the calling thread; what becomes of it (stored, added, fed
 to SwiGLU, searched for the best token) is the epilogue's business, see program.py.
@@ -45,15 +47,18 @@ ROW_GROUP, COLUMN_PANELS = (8, 2) if HAS_AVX512 else (4, 1)
 """Rows and panels held in registers: 16 of 32 AVX-512 registers, 8 of 16 AVX2 ones, 16 of 32 NEON ones."""
 
 
-def amx_block(finish_row: Any) -> Any:
-    """A function `(a, b, k_tiles, two, c, done, target, stride, count, model)` that multiplies on tile registers.
+def amx_block(finish_row: Any, integers: bool) -> Any:
+    """A function `(a, b, k_tiles, two, c, done, target, stride, count, scales, model)` that multiplies on tiles.
 
-    It takes the rows of `a` (two tiles when `two`) and the two panels at `b` to the block `c`. Meanwhile it calls
-    `finish_row(done, target, stride, row, model)` for the `count` rows of the block before.
+    It takes the rows of `a` (two tiles when `two`) and the two panels at `b` to the block `c`, of float32 or, for
+    `integers`, of int32. Meanwhile it calls `finish_row(done, target, stride, row, scales, model)` for the `count` rows
+    of the block before.
     """
+    names = ("046", "147", "256", "357")
+    dot_046, dot_147, dot_256, dot_357 = (getattr(tiles, ("idot_" if integers else "dot_") + n) for n in names)
 
     @helper
-    def block_amx(a, b, k_tiles, two, c, done, target, stride, count, model):
+    def block_amx(a, b, k_tiles, two, c, done, target, stride, count, scales, model):
         a1, b1 = a + k_tiles * 1024, b + k_tiles * 1024
         each, row = (31 + k_tiles) // k_tiles, 0
         tiles.zero0(), tiles.zero1()
@@ -63,11 +68,11 @@ def amx_block(finish_row: Any) -> Any:
             tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64)
             if two:
                 tiles.load5(a1 + k, 64)
-                tiles.dot_046(), tiles.dot_147(), tiles.dot_256(), tiles.dot_357()
+                dot_046(), dot_147(), dot_256(), dot_357()
             else:
-                tiles.dot_046(), tiles.dot_147()
+                dot_046(), dot_147()
             for _ in range(min(each, count - row)):
-                finish_row(done, target, stride, row, model)
+                finish_row(done, target, stride, row, scales, model)
                 row += 1
         tiles.store0(c, 128), tiles.store1(c + 64, 128)
         if two:
@@ -77,11 +82,11 @@ def amx_block(finish_row: Any) -> Any:
 
 
 @inlined
-def _no_row(c, target, stride, r, model):
+def _no_row(c, target, stride, r, scales, model):
     pass
 
 
-_block_amx_alone = amx_block(_no_row)
+_amx_alone, _amx_integers_alone = amx_block(_no_row, False), amx_block(_no_row, True)
 
 
 def _dot_bf16(builder: Any, acc: Any, a_pair: Any, b_pairs: Any) -> Any:
@@ -191,6 +196,69 @@ block_mixed = _vector_block(_mixed_rows, _mixed_row, 4, 32)
 block_avx512_bf16 = _vector_block(_pair_rows, _pair_row, 2, 32)
 
 
+def _int8_row() -> Any:
+    """An intrinsic `(a, b, panel_bytes, k_tiles, c)`: one row of an int8 A tile times two panels."""
+
+    def byte(builder, words, number):
+        return builder.ashr(builder.shl(words, int_constant(24 - 8 * number)), int_constant(24))
+
+    def codegen(context, builder, sig, args):
+        a, b, panel_bytes, k_tiles, c = args
+        sums = [cgutils.alloca_once_value(builder, int_constant(0)) for _ in range(2)]
+        for slot in sums:
+            builder.store(int_constant(0), slot)
+        with (
+            cgutils.for_range(builder, k_tiles, intp=I64) as tile,
+            cgutils.for_range(builder, I64(16), intp=I64) as four,
+        ):
+            address = builder.add(a, builder.add(builder.mul(tile.index, I64(1024)), builder.mul(four.index, I64(4))))
+            factors = splat(builder, builder.load(pointer(builder, address, I32)), VI32)
+            k4 = builder.add(builder.mul(tile.index, I64(16)), four.index)
+            for p, slot in enumerate(sums):
+                place = builder.add(b, builder.add(builder.mul(panel_bytes, I64(p)), builder.mul(k4, I64(64))))
+                words, total = _load_pairs(builder, place), builder.load(slot)
+                for number in range(4):
+                    product = builder.mul(byte(builder, factors, number), byte(builder, words, number))
+                    total = builder.add(total, product)
+                builder.store(total, slot)
+        for p, slot in enumerate(sums):
+            place = builder.add(c, I64(p * 64))
+            builder.store(builder.load(slot), pointer(builder, place, VI32)).align = 4
+        return context.get_dummy_value()
+
+    @intrinsic
+    def kernel(typingctx, a, b, panel_bytes, k_tiles, c):
+        return types.void(*[types.int64] * 5), codegen
+
+    return kernel
+
+
+_int8_row_kernel = _int8_row()
+
+
+@helper
+def block_integers(kernel, a, b, k_tiles, rows, c):
+    """`rows` rows of int8 A times 32 columns of int8 B into the scratch `c` (32, 32) int32."""
+    for row in range(rows):
+        first = a + row // 16 * k_tiles * 1024 + row % 16 * 64
+        _int8_row_kernel(first, b, k_tiles * 1024, k_tiles, c + row * 128)
+
+
+@helper
+def block_i8(kernel, a, b, k_tiles, rows, c):
+    """The same, on tiles where the kernel uses them."""
+    if kernel == KERNEL_AMX:
+        _amx_integers_alone(a, b, k_tiles, rows > 16, c, c, c, 0, 0, (0, 0), 0)
+    else:
+        block_integers(kernel, a, b, k_tiles, rows, c)
+
+
+@inlined
+def k_tiles(k, integers):
+    """Tiles that a row of an activation of `k` columns goes through."""
+    return (k + 63) // 64 if integers else k // 32
+
+
 @helper
 def block_vector(kernel, a, b, k_tiles, rows, c):
     """`rows` (1 to 32) rows of A times 32 columns of B into the scratch `c` (32, 32) float32."""
@@ -206,6 +274,6 @@ def block_vector(kernel, a, b, k_tiles, rows, c):
 def block(kernel, a, b, k_tiles, rows, c):
     """The same for every kernel."""
     if kernel == KERNEL_AMX:
-        _block_amx_alone(a, b, k_tiles, rows > 16, c, c, c, 0, 0, 0)
+        _amx_alone(a, b, k_tiles, rows > 16, c, c, c, 0, 0, (0, 0), 0)
     else:
         block_vector(kernel, a, b, k_tiles, rows, c)

@@ -77,18 +77,6 @@ def copy_bytes(source, target, count):
         simd.write_u8(target, simd.read_u8(source))
 
 
-@inlined
-def absolute(value):
-    return simd.maximum(value, simd.broadcast(np.float32(0)) - value)
-
-
-@inlined
-def inverse_scale(largest):
-    """What float32 values are multiplied by to become codes, 0 where all are zero."""
-    tiny, codes = simd.broadcast(np.float32(1e-35)), simd.broadcast(np.float32(127))
-    return simd.where_above(largest, tiny, simd.divide(codes, largest), simd.broadcast(np.float32(0)))
-
-
 @helper
 def store_row(model, elements, slot, row, packed):
     """Convert one token's `dim` float32 at `row` to the cache's type at `packed`; scales go to their place."""
@@ -103,10 +91,10 @@ def store_row(model, elements, slot, row, packed):
         for group in range(0, model.dim, width):
             largest = simd.broadcast(np.float32(0))
             for i in range(group * 4, (group + width) * 4, 64):
-                largest = simd.maximum(largest, absolute(simd.load(row + i)))
+                largest = simd.maximum(largest, simd.absolute(simd.load(row + i)))
             top = simd.reduce_max(largest)
             simd.write_f32(scale_address(model, elements, group, slot), top * np.float32(1 / 127))
-            inverse = inverse_scale(simd.broadcast(top))
+            inverse = simd.inverse_scale(simd.broadcast(top))
             for i in range(group, group + width, 16):
                 simd.store_i8(packed + i, simd.load(row + i * 4) * inverse)
 
@@ -146,10 +134,10 @@ def write_values(model, block, slot, count, source, stride, head_dim, columns):
         if model.kv_type == KV_INT8 and i % width == 0:
             largest = simd.broadcast(np.float32(0))
             for j in range(i * 64, (i + width) * 64, 64):
-                largest = simd.maximum(largest, absolute(simd.load(columns + j)))
+                largest = simd.maximum(largest, simd.absolute(simd.load(columns + j)))
             simd.store(packed, largest * simd.broadcast(np.float32(1 / 127)))
             copy_bytes(packed, scale_address(model, values, i, slot), count * 4)
-            inverse = inverse_scale(largest)
+            inverse = simd.inverse_scale(largest)
         place = value_place(model, values, slot, i)
         value = simd.load(columns + i * 64)
         if model.kv_type == KV_INT8:

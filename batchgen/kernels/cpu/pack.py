@@ -1,8 +1,10 @@
-"""Float32 weights into the layouts of gemm.py, once, at load."""
+"""Weights into the layouts of gemm.py and codes.py, once, at load."""
 
 import numpy as np
 from numba import njit
 
+from batchgen.kernels.base import Codes
+from batchgen.kernels.cpu.codes import block_bytes
 from batchgen.kernels.cpu.compiling import compiled
 
 
@@ -41,6 +43,61 @@ def _fill_fp32(rows, panels, k, column, alternate):
             panels[panel + i * 16 + c % 16] = rows[r, i]
 
 
+@compiled
+def _fill_int8(values, panels, k, column, alternate):
+    for r in range(values.shape[0]):
+        c = column + r
+        if alternate:
+            c = column + r // 16 * 32 + r % 16
+        panel = c // 16 * (k * 16)
+        for i in range(values.shape[1]):
+            panels[panel + i // 4 * 64 + c % 16 * 4 + i % 4] = values[r, i]
+
+
+@compiled
+def _fill_codes(values, bits, scales, minima, panels, panel_bytes, block, column, alternate):
+    """Rows of codes (uint8) into panels of blocks; `scales` and `minima` are uint32 views of float32."""
+    parts = scales.shape[1] // (values.shape[1] // 32)
+    head = parts * 64 * (2 if minima.shape[1] else 1)
+    for r in range(values.shape[0]):
+        c = column + r
+        if alternate:
+            c = column + r // 16 * 32 + r % 16
+        lane = c % 16
+        for b in range(values.shape[1] // 32):
+            at = c // 16 * panel_bytes + b * block
+            for part in range(parts):
+                for byte in range(4):
+                    shift = np.uint32(8 * byte)
+                    place = at + (part * 16 + lane) * 4 + byte
+                    panels[place] = np.uint8(scales[r, b * parts + part] >> shift)
+                    if minima.shape[1]:
+                        panels[place + parts * 64] = np.uint8(minima[r, b * parts + part] >> shift)
+            for pair in range(16):
+                even, odd = values[r, b * 32 + 2 * pair], values[r, b * 32 + 2 * pair + 1]
+                if bits == 4:
+                    panels[at + head + pair * 16 + lane] = even | np.uint8(odd << 4)
+                else:
+                    panels[at + head + pair * 32 + lane * 2] = even
+                    panels[at + head + pair * 32 + lane * 2 + 1] = odd
+
+
+def fill_codes(codes: Codes, panels: np.ndarray, column: int, alternate: bool) -> None:
+    """Lay a quantised matrix into flat uint8 panels, from output column `column` on; see codes.py."""
+    block = block_bytes(codes.bits, codes.group, codes.minima is not None)
+    scales = np.ascontiguousarray(codes.scales).view(np.uint32)
+    minima = scales[:, :0] if codes.minima is None else np.ascontiguousarray(codes.minima).view(np.uint32)
+    values = np.ascontiguousarray(codes.values).view(np.uint8)
+    _fill_codes(values, codes.bits, scales, minima, panels, codes.shape[1] // 32 * block, block, column, alternate)
+
+
+def quantise_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(outputs, inputs) float32 as int8 and a float32 scale per output, absmax / 127."""
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 1e-35)
+    return np.rint(rows * inverse).astype(np.int8), largest[:, 0] * np.float32(1 / 127)
+
+
 def rows_to_bf16(rows: np.ndarray, out: np.ndarray) -> None:
     """(rows, k) float32 into (rows, at least k) uint16."""
     _convert_rows(np.ascontiguousarray(rows, np.float32).view(np.uint32), out)
@@ -49,8 +106,12 @@ def rows_to_bf16(rows: np.ndarray, out: np.ndarray) -> None:
 def fill_panels(rows: np.ndarray, panels: np.ndarray, k: int, column: int, alternate: bool) -> None:
     """Lay (outputs, inputs) float32 rows into flat panels of `k` padded inputs, from output column `column` on.
 
-    `alternate` leaves every second panel to another matrix. uint16 panels hold bfloat16 pairs, float32 ones floats.
+    `alternate` leaves every second panel to another matrix. uint16 panels hold bfloat16 pairs, float32 ones floats, and
+    int8 ones take rows of int8.
     """
+    if panels.dtype == np.int8:
+        _fill_int8(rows, panels, k, column, alternate)
+        return
     rows = np.ascontiguousarray(rows, np.float32)
     if panels.dtype == np.uint16:
         _fill_bf16(rows.view(np.uint32), panels, k, column, alternate)

@@ -15,7 +15,7 @@ from numba import extending, types
 from numba.core import cgutils
 from numba.extending import models, overload, register_model
 
-from batchgen.kernels.cpu.compiling import helper
+from batchgen.kernels.cpu.compiling import helper, inlined
 from batchgen.kernels.cpu.features import HAS_AVX512, HAS_AVX512_BF16, HAS_FMA
 
 intrinsic: Any = extending.intrinsic  # its callers do not pass the typing context, which type checkers cannot know
@@ -298,6 +298,72 @@ def expand_i8(typingctx, source, left, right, target):
 
 
 @intrinsic
+def load_i32(typingctx, address):
+    """Sixteen int32 from an address, as float32."""
+
+    def codegen(context, builder, sig, args):
+        value = builder.load(pointer(builder, args[0], VI32))
+        value.align = 4
+        return builder.sitofp(value, V32)
+
+    return f32x16(INT64), codegen
+
+
+def _pair_loader(element_bits: int) -> Any:
+    """Sixteen pairs of codes from an address as two vectors of float32: nibbles (unsigned) or int8."""
+    element = ir.VectorType(ir.IntType(2 * element_bits), LANES)
+
+    def codegen(context, builder, sig, args):
+        value = builder.load(pointer(builder, args[0], element))
+        value.align = 1
+        words = builder.zext(value, VI32)
+        if element_bits == 4:
+            both = builder.and_(words, int_constant(15)), builder.lshr(words, int_constant(4))
+        else:
+            both = (
+                builder.ashr(builder.shl(words, int_constant(24)), int_constant(24)),
+                builder.ashr(builder.shl(words, int_constant(16)), int_constant(24)),
+            )
+        return context.make_tuple(builder, sig.return_type, [builder.sitofp(codes, V32) for codes in both])
+
+    @intrinsic
+    def load_pairs(typingctx, address):
+        return types.UniTuple(f32x16, 2)(INT64), codegen
+
+    return load_pairs
+
+
+load_nibbles, load_byte_pairs = _pair_loader(4), _pair_loader(8)
+
+
+@intrinsic
+def store_pairs_exact(typingctx, address, a, b):
+    """Sixteen (a, b) pairs of bfloat16 to an address, lane i's at 4 * i; rounded to nearest even."""
+
+    def codegen(context, builder, sig, args):
+        address, a, b = args
+        order = ir.Constant(ir.VectorType(I32, 32), [i // 2 + 16 * (i % 2) for i in range(32)])
+        if HAS_AVX512_BF16:
+            vector = ir.VectorType(BF16, 32)
+            both = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector, [b, a])
+            both = builder.bitcast(both, ir.VectorType(I16, 32))
+            pairs = builder.shuffle_vector(both, ir.Constant(both.type, ir.Undefined), order)
+        else:
+            low, high = (builder.bitcast(builder.fptrunc(v, VBF16), VI16) for v in (a, b))
+            pairs = builder.shuffle_vector(low, high, order)
+        builder.store(pairs, pointer(builder, address, pairs.type)).align = 4
+        return context.get_dummy_value()
+
+    return VOID(INT64, f32x16, f32x16), codegen
+
+
+@intrinsic
+def zero(typingctx):
+    """Zero in every lane."""
+    return f32x16(), lambda context, builder, sig, args: constant(0.0)
+
+
+@intrinsic
 def store_i8(typingctx, address, value):
     """Sixteen float32, rounded to nearest even, as int8 to an address; they must lie within [-128, 127]."""
 
@@ -514,6 +580,25 @@ def load_acquire(typingctx, address):
         return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
 
     return INT64(INT64), codegen
+
+
+@inlined
+def load_any(address, is_bf16):
+    """Sixteen consecutive elements."""
+    if is_bf16:
+        return load_bf16(address)
+    return load(address)
+
+
+@inlined
+def absolute(value):
+    return maximum(value, zero() - value)
+
+
+@inlined
+def inverse_scale(largest):
+    """What floats are multiplied by to become int8 codes, 127 / largest; 0 where all are zero."""
+    return where_above(largest, broadcast(np.float32(1e-35)), divide(broadcast(np.float32(127)), largest), zero())
 
 
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))

@@ -70,4 +70,8 @@ store0, store1, store2, store3, store4, store5 = (
 dot_046, dot_147, dot_256, dot_357, dot_156 = (
     _operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7), (1, 5, 6))
 )
+idot_046, idot_147, idot_256, idot_357 = (
+    _operation("tdpbssd", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7))
+)
+"""On int8, to int32."""
 dot_076, dot_176, dot_276, dot_376, dot_476, dot_576 = (_operation("tdpbf16ps", (t, 7, 6)) for t in range(6))

@@ -1,0 +1,102 @@
+"""Blocks of ggml's quantised types as codes, scales and minima: weight = scale * code + minimum.
+
+The block layouts are those of ggml-common.h (https://github.com/ggml-org/ggml); values equal `gguf.quants.dequantize`.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen.kernels.base import Codes
+
+Bytes = NDArray[np.uint8]
+
+
+def _half(blocks: Bytes, at: int) -> NDArray[np.float32]:
+    """The float16 at byte `at` of every block, (blocks, 1)."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: Bytes, width: int) -> Bytes:
+    """Low halves of `width` bytes, then their high halves, and so on."""
+    groups = packed.reshape(len(packed), -1, 1, width)
+    return np.concatenate([groups & 15, groups >> 4], axis=2).reshape(len(packed), -1)
+
+
+def _q4_0(blocks: Bytes) -> Codes:
+    scale = _half(blocks, 0)
+    return Codes(_nibbles(blocks[:, 2:18], 16), 4, scale, scale * np.float32(-8))
+
+
+def _q4_1(blocks: Bytes) -> Codes:
+    return Codes(_nibbles(blocks[:, 4:20], 16), 4, _half(blocks, 0), _half(blocks, 2))
+
+
+def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
+    bits = np.ascontiguousarray(blocks[:, at : at + 4]).view(np.uint32) >> np.arange(32, dtype=np.uint32)
+    return (bits & 1).astype(np.uint8) << 4
+
+
+def _q5_0(blocks: Bytes) -> Codes:
+    codes = (_nibbles(blocks[:, 6:22], 16) | _fifth_bits(blocks, 2)).view(np.int8) - np.int8(16)
+    return Codes(codes, 8, _half(blocks, 0), None)
+
+
+def _q5_1(blocks: Bytes) -> Codes:
+    codes = (_nibbles(blocks[:, 8:24], 16) | _fifth_bits(blocks, 4)).view(np.int8)
+    return Codes(codes, 8, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: Bytes) -> Codes:
+    return Codes(blocks[:, 2:34].view(np.int8), 8, _half(blocks, 0), None)
+
+
+def _k_scales(blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scales and minima of the eight groups of a block of Q4_K or Q5_K, six bits each in bytes 4 to 15."""
+    low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], axis=1)
+    minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 2 & 48)], axis=1)
+    return _half(blocks, 0) * scales.astype(np.float32), -(_half(blocks, 2) * minima.astype(np.float32))
+
+
+def _q4_k(blocks: Bytes) -> Codes:
+    return Codes(_nibbles(blocks[:, 16:144], 32), 4, *_k_scales(blocks))
+
+
+def _q5_k(blocks: Bytes) -> Codes:
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = _nibbles(blocks[:, 48:176], 32) | fifth.reshape(len(blocks), 256) << 4
+    return Codes(codes.view(np.int8), 8, *_k_scales(blocks))
+
+
+def _q6_k(blocks: Bytes) -> Codes:
+    low = _nibbles(blocks[:, :128], 64)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = (low | pairs.reshape(len(blocks), 256) << 4).view(np.int8) - np.int8(32)
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return Codes(codes, 8, scales, None)
+
+
+UNPACKERS: dict[str, tuple[int, Callable[[Bytes], Codes]]] = {
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q5_0": (22, _q5_0),
+    "Q5_1": (24, _q5_1),
+    "Q8_0": (34, _q8_0),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
+    "Q6_K": (210, _q6_k),
+}
+"""By ggml's type: bytes of a block, and what makes codes (blocks, weights of a block) of it."""
+
+
+def unpack(type_name: str, raw: Bytes) -> Codes | None:
+    """Codes of the stored rows (outputs, bytes of a row) of a matrix; None for types that are not kept as codes."""
+    if type_name not in UNPACKERS:
+        return None
+    block_bytes, make = UNPACKERS[type_name]
+    codes = make(np.ascontiguousarray(raw).reshape(-1, block_bytes))
+    rows = len(raw)
+    minima = None if codes.minima is None else codes.minima.reshape(rows, -1)
+    return Codes(codes.values.reshape(rows, -1), codes.bits, codes.scales.reshape(rows, -1), minima)
