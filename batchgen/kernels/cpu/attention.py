@@ -193,14 +193,14 @@ def turn_lanes(q, dim, stats, acc, later, now, hidden, limits, earlier, ahead, a
             add_values(weights, values, dim, 0, acc), add_values(weights, values, dim, 1, acc)
             values = 0
         raise_maxima(stats, acc, dim, top, limit)
-    reference = simd.load(stats)
+    reference, middle = simd.load(stats), dim // 64 * 32
     if keys:
-        scores_on_tiles(q, keys, dim, 0, dim // 2, next_scores)
+        scores_on_tiles(q, keys, dim, 0, middle, next_scores)
     quarter = ahead_bytes // 4
     fetch(ahead, quarter)
     first = weigh_keys(scores, p, reference, 0, hidden, limits)
     if keys:
-        scores_on_tiles(q, keys, dim, dim // 2, dim, next_scores)
+        scores_on_tiles(q, keys, dim, middle, dim, next_scores)
     fetch(ahead + quarter, quarter)
     second = weigh_keys(scores, p, reference, 8, hidden, limits)
     if values:
