@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from batchgen import __version__
 from batchgen.errors import BatchgenError, OutputError
 
 if TYPE_CHECKING:
+    from batchgen.bench import Bench, StepFigure
     from batchgen.runner import JobPlan, JobSummary
     from batchgen.spec import JobSpec
 
@@ -287,6 +289,73 @@ def _show_plan(result: "JobPlan") -> None:
         print(f"row {row}{f' ({name})' if name else ''} will fail: {why.code}: {why.message}")
     if len(result.failing_rows) > SHOWN_FAILURES:
         print(f"... and {len(result.failing_rows) - SHOWN_FAILURES:,} more (--json lists all)")
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="SPEC|MODEL", help="A job's YAML file (.yaml, .yml), or a model as in `models show`."),
+    ],
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a model's steps, kernel by kernel, beside the limits of this machine."""
+    from batchgen.spec import load_spec, model_job
+
+    is_spec = target.endswith((".yaml", ".yml"))
+    job = load_spec(Path(target), sets or []) if is_spec else model_job(target, sets or [])
+    from batchgen.bench import run_bench
+    from batchgen.progress import make_listener
+
+    progress = make_listener()
+    try:
+        result = run_bench(job.model, job.engine, progress)
+    finally:
+        progress.close()
+    if as_json:
+        print(json.dumps(asdict(result), indent=2, ensure_ascii=False))
+    else:
+        _show_bench(result)
+
+
+def _show_bench(result: "Bench") -> None:
+    limits = result.limits
+    rates = [(f"{unit}, all threads", f"{rate / 1e9:,.0f} GFLOP/s") for unit, rate in limits.operations_per_s.items()]
+    pairs = [
+        ("kernel", f"{result.kernel}, weights {result.weights}, KV {result.kv_dtype}, {limits.threads} threads"),
+        ("memory, all threads", f"{limits.bytes_per_s / 1e9:,.1f} GB/s"),
+        *rates,
+    ]
+    _show_pairs(result.model, pairs)
+    for step in result.steps:
+        _show_step(step)
+
+
+def _show_step(step: "StepFigure") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    shape = step.shape
+    console = Console()
+    size = f"{shape.sequences} x {shape.tokens} tokens after {shape.context}"
+    ends = f"waiting {step.waiting:.1%}, outside kernels {step.outside:.1%}"
+    print(f"\n{shape.name}: {size}: {step.seconds * 1e3:,.2f} ms, {step.tokens_per_s:,.0f} tokens/s; {ends}")
+    table = Table("kernel", box=SIMPLE_HEAD)
+    for name in ("ms", "of step", "MB", "GFLOP", "GB/s", "GFLOP/s", "of limit"):
+        table.add_column(name, justify="right")
+    table.add_column("limit")
+    for row in step.kernels:
+        moved = (f"{row.bytes / 1e6:,.1f}", f"{row.operations / 1e9:,.2f}")
+        speed = (f"{row.bytes_per_s / 1e9:,.1f}", f"{row.operations_per_s / 1e9:,.0f}", f"{row.share:.0%}")
+        table.add_row(
+            row.kernel, f"{row.seconds * 1e3:,.2f}", f"{row.seconds / step.seconds:.0%}", *moved, *speed, row.limit
+        )
+    console.print(table)
 
 
 # --- models, warmup, schema, init ------------------------------------------------------------------------------------

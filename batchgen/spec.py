@@ -419,6 +419,15 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     return _validate(_with_names(data, path.stem), str(path), parsed).resolve_paths(path.parent.resolve(), Path.cwd())
 
 
+def model_job(source: str, overrides: Sequence[str] = ()) -> JobSpec:
+    """The defaults for a model alone, with no table behind `input`; `overrides` and errors as in `load_spec`."""
+    data: dict[str, Any] = {"model": {"source": source}, "input": {"path": "none", "prompt": "none"}}
+    parsed = [_parse_override(text) for text in overrides]
+    for override in parsed:
+        _apply(data, override)
+    return _validate(data, source, parsed).resolve_paths(Path.cwd(), Path.cwd())
+
+
 def spec_schema() -> dict[str, Any]:
     """The JSON Schema of a job spec, for editors."""
     schema = _any_of(JobSpec.model_json_schema())

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.kernels.base import SAMPLE_DTYPE, Backend, ModelShape, StepBatch, StepLimits
+from batchgen.kernels.base import SAMPLE_DTYPE, Backend, Codes, Matrix, ModelShape, StepBatch, StepLimits
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import forward
 from batchgen.models.weights import load_llama
@@ -68,11 +68,33 @@ def tiny_weights(seed: int = 0, config: ModelConfig | None = None) -> dict[str, 
     return weights
 
 
+def tiny_codes(seed: int = 0, config: ModelConfig | None = None) -> dict[str, Matrix]:
+    """The same with matrices as codes, of 4 and 8 bits, with minima and without, in turn; inputs a multiple of 32."""
+    weights: dict[str, Matrix] = {}
+    for number, (name, values) in enumerate(tiny_weights(seed, config).items()):
+        bits, group, minima = ((4, 32, True), (8, 32, False), (8, 16, False))[number % 3]
+        weights[name] = quantise(values, bits, group, minima) if values.ndim == 2 else values
+    return weights
+
+
+def quantise(values: NDArray[np.float32], bits: int, group: int, minima: bool) -> Codes:
+    """The nearest codes to (outputs, inputs) floats; scales and minima are float16 numbers, as in files."""
+    groups = values.reshape(len(values), -1, group)
+    least = groups.min(axis=2) if minima else np.zeros(groups.shape[:2])
+    most = (groups - least[..., None]).max(axis=2) if minima else np.abs(groups).max(axis=2)
+    scales = (most / (2**bits - 1 if minima else 2 ** (bits - 1) - 1)).astype(np.float16).astype(np.float32)
+    lowest = least.astype(np.float16).astype(np.float32)
+    codes = np.rint((groups - lowest[..., None]) / scales[..., None]).reshape(values.shape)
+    limits = (0, 15) if bits == 4 else (-128, 127)
+    kept = codes.clip(*limits).astype(np.uint8 if bits == 4 else np.int8)
+    return Codes(kept, bits, scales, lowest if minima else None)
+
+
 @dataclass(frozen=True)
 class ArraySource:
-    """Arrays in memory as the `TensorSource` that weights are loaded from."""
+    """Arrays and codes in memory as the `TensorSource` that weights are loaded from."""
 
-    tensors: Mapping[str, NDArray[np.float32]]
+    tensors: Mapping[str, Matrix]
 
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)
@@ -81,10 +103,12 @@ class ArraySource:
         return self.tensors[name].shape if name in self.tensors else None
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
-        return self.tensors[name]
+        tensor = self.tensors[name]
+        return tensor.weights() if isinstance(tensor, Codes) else tensor
 
-    def codes(self, name: str) -> None:
-        return None
+    def codes(self, name: str) -> Codes | None:
+        tensor = self.tensors[name]
+        return tensor if isinstance(tensor, Codes) else None
 
 
 def make_backend(kernel: str, weights: str = "fp32", kv: str = "fp32", threads: int = 1) -> Backend:
@@ -105,7 +129,7 @@ def build_backend(
     threads: int = 1,
     *,
     config: ModelConfig | None = None,
-    tensors: Mapping[str, NDArray[np.float32]] | None = None,
+    tensors: Mapping[str, Matrix] | None = None,
     limits: StepLimits = LIMITS,
 ) -> Backend:
     """A backend with the tiny model loaded, ready to run; see `make_backend`. Close it when done."""

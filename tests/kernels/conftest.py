@@ -4,7 +4,7 @@ import pytest
 
 from batchgen.kernels.base import Backend
 from batchgen.kernels.cpu.features import available_kernels
-from tests.kernels.kernel_programs import VARIANTS, Variant
+from tests.kernels.kernel_programs import INT8_WEIGHTS, VARIANTS, Variant
 from tests.tiny_model import make_backend
 
 
@@ -23,6 +23,13 @@ def variant(request: pytest.FixtureRequest) -> Variant:
 @pytest.fixture(params=[v for v in VARIANTS if v.kv == "fp32"], ids=str)
 def gemm_variant(request: pytest.FixtureRequest) -> Variant:
     """Every combination of GEMM kernel and weight type."""
+    require(request.param.kernel)
+    return request.param
+
+
+@pytest.fixture(params=[*(v for v in VARIANTS if v.kv == "fp32"), *INT8_WEIGHTS], ids=str)
+def weight_variant(request: pytest.FixtureRequest) -> Variant:
+    """The same and int8 weights, whose products are not those of the floats that they were made from."""
     require(request.param.kernel)
     return request.param
 

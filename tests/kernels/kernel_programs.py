@@ -55,7 +55,13 @@ VARIANTS = [
     Variant("avx512_bf16", "bf16", "bf16"),
     Variant("amx_bf16", "bf16", "fp32"),
     Variant("amx_bf16", "bf16", "bf16"),
+    Variant("portable", "fp32", "int8"),
+    Variant("portable", "fp32", "q8_0"),
+    Variant("avx512_bf16", "bf16", "q8_0"),
+    Variant("amx_bf16", "bf16", "int8"),
+    Variant("amx_bf16", "bf16", "q8_0"),
 ]
+INT8_WEIGHTS = [Variant(kernel, "int8", "fp32") for kernel in ("portable", "avx512_bf16", "amx_bf16")]
 
 
 def build(

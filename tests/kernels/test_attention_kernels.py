@@ -32,7 +32,7 @@ class Heads:
 
 
 GROUP_OF_1, GROUP_OF_3, GROUP_OF_8 = Heads(2, 2, 16, 32), Heads(6, 2, 64, 64), Heads(8, 1, 32, 64)
-SHAPES = [GROUP_OF_1, GROUP_OF_3, GROUP_OF_8, Heads(2, 1, 80, 32), Heads(3, 1, 48, 64), Heads(4, 4, 128, 32)]
+SHAPES = [GROUP_OF_1, GROUP_OF_3, GROUP_OF_8, Heads(2, 1, 80, 32), Heads(3, 1, 48, 64), Heads(4, 4, 128, 32), Heads(2, 1, 96, 64)]
 TOLERANCE = {"portable": 1e-5, "avx512_bf16": 2.0**-7, "amx_bf16": 2.0**-6}
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from batchgen.kernels.cpu import attention, kv_cache, simd
-from batchgen.kernels.cpu.compiling import helper
+from batchgen.kernels.cpu.compiling import helper, spliced
 from batchgen.kernels.cpu.linear import fill_zeros, store_any, tile_address
 
 
@@ -182,7 +182,7 @@ def write_row(op, model, row, kv_head, acc, total):
         store_any(tile_address(op.out, token, head * model.head_dim + i, op.n, size), value, model.act_bf16)
 
 
-@helper
+@spliced
 def attention_level(op, model, arrays, first, end, counter, scratch):
     total = (end - first) * model.kv_heads
     while True:

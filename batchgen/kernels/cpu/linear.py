@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.kernels.cpu import codes, gemm, sampling, simd
-from batchgen.kernels.cpu.compiling import helper, inlined
+from batchgen.kernels.cpu.compiling import helper, inlined, spliced
 from batchgen.kernels.cpu.records import FORMAT_CODES, FORMAT_INT8, LINEAR_ADD, LINEAR_SWIGLU
 
 CHUNK_BYTES = 1 << 19
@@ -190,7 +190,7 @@ def quantise_rows(op, model, rows, x, scales):
             simd.store_i8(target + i // 64 * 1024 + i % 64, simd.broadcast(np.float32(0)))
 
 
-@helper
+@spliced
 def linear(op, model, rows, pairs, scratch):
     """Rows `rows[0]` (a multiple of 32) to `rows[1]` times the pairs of panels `pairs[0]` to `pairs[1]`."""
     x, scales = activation(op, model, rows, scratch)

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchgen.kernels.cpu import gemm, kv_cache, sampling, simd, tiles
 from batchgen.kernels.cpu.attend import attention_level
-from batchgen.kernels.cpu.compiling import compiled, helper
+from batchgen.kernels.cpu.compiling import compiled, helper, spliced
 from batchgen.kernels.cpu.head import count_head_items, head_item, pick_row
 from batchgen.kernels.cpu.linear import (
     count_linear_items,
@@ -159,7 +159,7 @@ def count_items(op, model, step):
     return step.samples
 
 
-@helper
+@spliced
 def do_rows(op, model, first, end, scratch, arrays):
     """An operation that looks at one row at a time, on some of the step's rows."""
     if op.code == EMBED:
@@ -172,7 +172,7 @@ def do_rows(op, model, first, end, scratch, arrays):
         linear(op, model, (first, end), (0, count_pairs(op)), scratch)
 
 
-@helper
+@spliced
 def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
     """Execute one work item of an operation other than attention."""
     rows = step.rows if op.logits_rows else step.tokens
@@ -209,7 +209,7 @@ def sample_item(model, item, arrays, vocab_scratch):
     arrays.logprobs[item] = np.float32(np.float64(logit) - arrays.log_sum[row])
 
 
-@helper
+@spliced
 def copy_level(op, model, arrays, copies, counter):
     while True:
         n = simd.fetch_add(counter, 1)
@@ -218,7 +218,7 @@ def copy_level(op, model, arrays, copies, counter):
         kv_cache.copy_slot(model, op.layer, arrays.copies[n, 0], arrays.copies[n, 1])
 
 
-@helper
+@spliced
 def attend(op, model, step, arrays, counter, generation, scratch):
     """Copies, then runs of keys that sequences share, then the rest; returns the barriers passed."""
     if step.copies:
@@ -233,7 +233,7 @@ def attend(op, model, step, arrays, counter, generation, scratch):
     return generation
 
 
-@helper
+@spliced
 def by_rows(ops, first, end, model, step, scratch, arrays, times):
     """Operations [first, end), none of which looks across rows, one after the other on a chunk of rows at a time."""
     counter = model.counters + first * COUNTERS_PER_OP * 8
@@ -248,7 +248,7 @@ def by_rows(ops, first, end, model, step, scratch, arrays, times):
             times[i, 0] += simd.now_ns(scratch) - began
 
 
-@helper
+@spliced
 def by_items(op, number, model, step, scratch, arrays, vocab_scratch):
     counter = model.counters + number * COUNTERS_PER_OP * 8
     total = count_items(op, model, step)
