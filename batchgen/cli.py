@@ -341,21 +341,19 @@ def _show_step(step: "StepFigure") -> None:
     from rich.table import Table
 
     shape = step.shape
-    console = Console()
     size = f"{shape.sequences} x {shape.tokens} tokens after {shape.context}"
     ends = f"waiting {step.waiting:.1%}, outside kernels {step.outside:.1%}"
     print(f"\n{shape.name}: {size}: {step.seconds * 1e3:,.2f} ms, {step.tokens_per_s:,.0f} tokens/s; {ends}")
-    table = Table("kernel", box=SIMPLE_HEAD)
-    for name in ("ms", "of step", "MB", "GFLOP", "GB/s", "GFLOP/s", "of limit"):
-        table.add_column(name, justify="right")
-    table.add_column("limit")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("kernel", no_wrap=True)
+    for name in ("ms", "share", "MB", "GFLOP", "GB/s", "GFLOP/s", "of its limit"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in step.kernels:
-        moved = (f"{row.bytes / 1e6:,.1f}", f"{row.operations / 1e9:,.2f}")
-        speed = (f"{row.bytes_per_s / 1e9:,.1f}", f"{row.operations_per_s / 1e9:,.0f}", f"{row.share:.0%}")
-        table.add_row(
-            row.kernel, f"{row.seconds * 1e3:,.2f}", f"{row.seconds / step.seconds:.0%}", *moved, *speed, row.limit
-        )
-    console.print(table)
+        times = (f"{row.seconds * 1e3:,.2f}", f"{row.seconds / step.seconds:.0%}")
+        moved = (f"{row.bytes / 1e6:,.1f}", f"{row.operations / 1e9:,.1f}")
+        speed = (f"{row.bytes_per_s / 1e9:,.1f}", f"{row.operations_per_s / 1e9:,.0f}")
+        table.add_row(row.kernel, *times, *moved, *speed, f"{row.share:.0%} {row.limit}")
+    Console().print(table)
 
 
 # --- models, warmup, schema, init ------------------------------------------------------------------------------------
