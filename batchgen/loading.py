@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import prod
 from pathlib import Path
@@ -28,6 +28,8 @@ from batchgen.text.tokenizer import Tokenizer
 
 AUTO_MEMORY_SHARE = 0.5
 """Of the memory that is available when the job starts, the most that `kv_memory: auto` takes."""
+CODES_OVERHEAD = 1.3
+"""Of quantised weights in memory over those in the file: scales and minima are float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,15 @@ class ModelFile:
         return frozenset(self.file.tensors)
 
     def weight_bytes(self, weights: str) -> int:
-        """About what the packed weights take; a tied embedding is kept twice."""
-        size = 4 if weights == "fp32" else 2
-        shape = self.config.shape
-        tied = shape.vocab_size * shape.hidden_size if "output.weight" not in self.file.tensors else 0
-        return size * (tied + sum(prod(t.shape) for t in self.file.tensors.values()))
+        """About what the packed weights take; the embedding is kept as a table, too, if only to look rows up."""
+        shape, tensors = self.config.shape, self.file.tensors
+        table = shape.vocab_size * shape.hidden_size
+        if weights == "native":
+            return int(sum(t.nbytes for t in tensors.values()) * CODES_OVERHEAD) + 2 * table
+        parameters = sum(prod(t.shape) for t in tensors.values())
+        tied = 0 if "output.weight" in tensors else table
+        element = {"fp32": 4, "bf16": 2, "int8": 1}[weights]
+        return element * (parameters + tied) + (2 * table if weights == "int8" else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,17 @@ def resolve_numerics(model: ModelSpec, engine: EngineSpec) -> Numerics:
     weights = ("bf16" if narrow else "fp32") if model.weights == "auto" else model.weights
     kv_dtype = ("bf16" if narrow else "fp32") if engine.kv_dtype == "auto" else engine.kv_dtype
     return Numerics(kernel, weights, kv_dtype)
+
+
+def fit_weights(numerics: Numerics, model: ModelSpec, file: ModelFile) -> Numerics:
+    """With `weights: auto`, keep a model's own codes when bf16 would take more than half of the machine's memory.
+
+    Answers have the same bits either way.
+    """
+    if model.weights != "auto" or numerics.weights != "bf16" or numerics.kernel == "reference":
+        return numerics
+    large = file.weight_bytes("bf16") > AUTO_MEMORY_SHARE * psutil.virtual_memory().total
+    return replace(numerics, weights="native") if large else numerics
 
 
 def make_backend(numerics: Numerics, threads: int) -> Backend:

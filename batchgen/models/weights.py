@@ -1,5 +1,6 @@
 """Tensors of a model file into a backend's packed weights."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +10,10 @@ from numpy.typing import NDArray
 from batchgen.errors import ModelError
 from batchgen.kernels.base import Backend, Codes, Matrix
 from batchgen.models.config import ModelConfig
+
+
+PACKERS = 2
+"""Threads that dequantise and pack, each a layer at a time."""
 
 
 class TensorSource(Protocol):
@@ -103,15 +108,19 @@ def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> D
             down=backend.linear([matrix(block + "ffn_down.weight", hidden, ffn)]),
         )
 
-    table = backend.table(tensor("token_embd.weight", vocab, hidden))
     tied = source.shape_of("output.weight") is None
-    output = backend.linear([matrix("token_embd.weight" if tied else "output.weight", vocab, hidden)])
-    weights = DecoderWeights(
-        embedding=table,
-        layers=tuple(layer(i) for i in range(shape.num_layers)),
-        output_norm=backend.vector(tensor("output_norm.weight", hidden)),
-        output=output,
-    )
+    with ThreadPoolExecutor(PACKERS) as pool:
+        output = pool.submit(
+            lambda: backend.linear([matrix("token_embd.weight" if tied else "output.weight", vocab, hidden)])
+        )
+        table = pool.submit(lambda: backend.table(tensor("token_embd.weight", vocab, hidden)))
+        layers = tuple(pool.map(layer, range(shape.num_layers)))
+        weights = DecoderWeights(
+            embedding=table.result(),
+            layers=layers,
+            output_norm=backend.vector(tensor("output_norm.weight", hidden)),
+            output=output.result(),
+        )
     tensor.refuse_unused(config.architecture)
     return weights
 

@@ -181,7 +181,7 @@ class CpuBackend:
             "avx512_bf16": gemm.KERNEL_AVX512_BF16,
             "portable": gemm.KERNEL_F32 if weights_dtype == "fp32" else gemm.KERNEL_BF16_WEIGHTS,
         }[kernel]
-        self.wants_codes = weights_dtype == "native"
+        self.wants_codes = True  # for weights in full, too: expanding them here is faster
         self._act_dtype = np.float32 if kernel == "portable" else np.uint16
         self._kv_amx = kernel == "amx_bf16" and kv_dtype != "fp32"
         self._threads = threads
@@ -208,7 +208,7 @@ class CpuBackend:
     def linear(self, parts: Sequence[Matrix]) -> tuple[Packed, ...]:
         """One weight, or one for each part when they are quantised in different ways."""
         columns = np.cumsum([0, *(p.shape[0] for p in parts)])
-        if len({layout_of(p) for p in parts}) > 1 and not (columns % 32).any():
+        if self.weights_dtype == "native" and len({layout_of(p) for p in parts}) > 1 and not (columns % 32).any():
             return tuple(self._pack([p], [0], pad(p.shape[0]), False) for p in parts)
         return (self._pack(parts, columns[:-1].tolist(), pad(int(columns[-1])), False),)
 
@@ -220,9 +220,9 @@ class CpuBackend:
     def _pack(self, parts: Sequence[Matrix], columns: list[int], n: int, alternate: bool) -> Packed:
         """Matrices that start at the given output columns, in one weight of `n` columns."""
         codes = [p for p in parts if isinstance(p, Codes)]
-        if codes and len({layout_of(p) for p in parts}) == 1:
+        if self.weights_dtype == "native" and codes and len({layout_of(p) for p in parts}) == 1:
             return self._pack_codes(codes, columns, n, alternate)
-        arrays = [p.weights() if isinstance(p, Codes) else p for p in parts]
+        arrays = [pack.expand_codes(p) if isinstance(p, Codes) else p for p in parts]
         if self.weights_dtype == "int8":
             return self._pack_int8(arrays, columns, n, alternate)
         k = pad(arrays[0].shape[1])

@@ -44,6 +44,28 @@ def _fill_fp32(rows, panels, k, column, alternate):
 
 
 @compiled
+def _expand(values, scales, minima, out):
+    group = values.shape[1] // scales.shape[1]
+    for r in range(values.shape[0]):
+        for g in range(scales.shape[1]):
+            scale, minimum = scales[r, g], minima[r, g] if minima.shape[1] else np.float32(0)
+            for i in range(g * group, g * group + group):
+                out[r, i] = np.float32(values[r, i]) * scale + minimum
+
+
+@compiled
+def _quantise(rows, codes, scales):
+    for r in range(rows.shape[0]):
+        largest = np.float32(0)
+        for i in range(rows.shape[1]):
+            largest = max(largest, abs(rows[r, i]))
+        inverse = np.float32(127) / largest if largest > np.float32(1e-35) else np.float32(0)
+        for i in range(rows.shape[1]):
+            codes[r, i] = np.int8(np.rint(rows[r, i] * inverse))
+        scales[r] = largest * np.float32(1 / 127)
+
+
+@compiled
 def _fill_int8(values, panels, k, column, alternate):
     for r in range(values.shape[0]):
         c = column + r
@@ -91,11 +113,19 @@ def fill_codes(codes: Codes, panels: np.ndarray, column: int, alternate: bool) -
     _fill_codes(values, codes.bits, scales, minima, panels, codes.shape[1] // 32 * block, block, column, alternate)
 
 
+def expand_codes(codes: Codes) -> np.ndarray:
+    """`Codes.weights`, faster."""
+    out = np.empty(codes.shape, np.float32)
+    minima = codes.scales[:, :0] if codes.minima is None else codes.minima
+    _expand(codes.values, codes.scales, minima, out)
+    return out
+
+
 def quantise_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(outputs, inputs) float32 as int8 and a float32 scale per output, absmax / 127."""
-    largest = np.abs(rows).max(axis=1, keepdims=True)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 1e-35)
-    return np.rint(rows * inverse).astype(np.int8), largest[:, 0] * np.float32(1 / 127)
+    codes, scales = np.empty(rows.shape, np.int8), np.empty(len(rows), np.float32)
+    _quantise(np.ascontiguousarray(rows, np.float32), codes, scales)
+    return codes, scales
 
 
 def rows_to_bf16(rows: np.ndarray, out: np.ndarray) -> None:
