@@ -15,8 +15,11 @@ PAGE, PAGES, TOKENS, ROWS = 32, 128, 4096, 64
 REFERENCE = pl.read_parquet(Path(__file__).parent / "data" / "job" / "smollm2_greedy.parquet")
 
 
-def load(model: ModelFile, weights: str) -> Backend:
-    numerics = resolve_numerics(ModelSpec(source="x", weights=weights), EngineSpec())
+SHORTEST = REFERENCE.sort(pl.col("prompt_token_ids").list.len())
+
+
+def load(model: ModelFile, weights: str, kv_dtype: str = "auto") -> Backend:
+    numerics = resolve_numerics(ModelSpec(source="x", weights=weights), EngineSpec(kv_dtype=kv_dtype))
     backend = make_backend(numerics, 2)
     load_model(model, backend, StepLimits(TOKENS, ROWS, PAGES, PAGE), lambda text: None)
     return backend
@@ -86,8 +89,36 @@ def test_other_kernels_with_narrow_weights_stay_close_too(model: ModelFile, kern
     numerics = resolve_numerics(ModelSpec(source="x", weights="bf16"), EngineSpec(kernel=kernel))
     backend, differences = make_backend(numerics, 2), []
     load_model(model, backend, StepLimits(TOKENS, ROWS, PAGES, PAGE), lambda text: None)
-    for row in REFERENCE.sort(pl.col("prompt_token_ids").list.len()).head(8).iter_rows(named=True):
+    for row in SHORTEST.head(8).iter_rows(named=True):
         found = forced(backend, row)
         differences.append(found[np.arange(len(found)), row["greedy_token_ids"]] - np.array(row["greedy_logprobs"]))
     backend.close()
     assert np.abs(np.concatenate(differences)).mean() < 0.02
+
+
+def of_shortest(model: ModelFile, count: int, weights: str, kv_dtype: str = "auto") -> list[np.ndarray]:
+    """Log-probabilities at every predicted token of the reference rows with the shortest prompts."""
+    backend = load(model, weights, kv_dtype)
+    found = [forced(backend, row) for row in SHORTEST.head(count).iter_rows(named=True)]
+    backend.close()
+    return found
+
+
+def test_native_weights_are_bf16_to_the_bit(model: ModelFile) -> None:
+    native, plain = (np.concatenate(of_shortest(model, 2, weights)) for weights in ("native", "bf16"))
+    assert native.tobytes() == plain.tobytes()
+
+
+def test_int8_weights_stay_close_to_float32(model: ModelFile) -> None:
+    exact, found = (np.concatenate(of_shortest(model, 6, weights)) for weights in ("fp32", "int8"))
+    divergence = (np.exp(exact) * (exact - found)).sum(axis=1)
+    assert divergence.mean() < 0.08
+    assert (exact.argmax(axis=1) == found.argmax(axis=1)).mean() > 0.85
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "q8_0"])
+def test_int8_caches_stay_close_to_float32(model: ModelFile, kv_dtype: str) -> None:
+    differences = []
+    for found, row in zip(of_shortest(model, 6, "auto", kv_dtype), SHORTEST.head(6).iter_rows(named=True), strict=True):
+        differences.append(found[np.arange(len(found)), row["greedy_token_ids"]] - np.array(row["greedy_logprobs"]))
+    assert np.abs(np.concatenate(differences)).mean() < 0.03

@@ -69,7 +69,10 @@ def tiny_weights(seed: int = 0, config: ModelConfig | None = None) -> dict[str, 
 
 
 def tiny_codes(seed: int = 0, config: ModelConfig | None = None) -> dict[str, Matrix]:
-    """The same with matrices as codes, of 4 and 8 bits, with minima and without, in turn; inputs a multiple of 32."""
+    """The same with matrices as codes, of 4 and 8 bits, with minima and without, in turn.
+
+    Their inputs are multiples of 32.
+    """
     weights: dict[str, Matrix] = {}
     for number, (name, values) in enumerate(tiny_weights(seed, config).items()):
         bits, group, minima = ((4, 32, True), (8, 32, False), (8, 16, False))[number % 3]

@@ -34,6 +34,13 @@ def weight_variant(request: pytest.FixtureRequest) -> Variant:
     return request.param
 
 
+@pytest.fixture(params=[*VARIANTS, *INT8_WEIGHTS], ids=str)
+def model_variant(request: pytest.FixtureRequest) -> Variant:
+    """What a whole model runs on: every combination of kernel, weight type and KV type, and int8 weights."""
+    require(request.param.kernel)
+    return request.param
+
+
 @pytest.fixture
 def open_backend() -> Iterator[Callable[..., Backend]]:
     """`make_backend` whose backends are closed after the test."""

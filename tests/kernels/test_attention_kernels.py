@@ -32,7 +32,15 @@ class Heads:
 
 
 GROUP_OF_1, GROUP_OF_3, GROUP_OF_8 = Heads(2, 2, 16, 32), Heads(6, 2, 64, 64), Heads(8, 1, 32, 64)
-SHAPES = [GROUP_OF_1, GROUP_OF_3, GROUP_OF_8, Heads(2, 1, 80, 32), Heads(3, 1, 48, 64), Heads(4, 4, 128, 32), Heads(2, 1, 96, 64)]
+SHAPES = [
+    GROUP_OF_1,
+    GROUP_OF_3,
+    GROUP_OF_8,
+    Heads(2, 1, 80, 32),
+    Heads(3, 1, 48, 64),
+    Heads(4, 4, 128, 32),
+    Heads(2, 1, 96, 64),
+]
 TOLERANCE = {"portable": 1e-5, "avx512_bf16": 2.0**-7, "amx_bf16": 2.0**-6}
 
 
@@ -127,6 +135,28 @@ def test_chunking_and_company_change_no_bit(variant, open_backend, shape):
             batch = step(shape, [other, Chunk(tokens[first:end], first, [5, 8, 0, 3])])
             parts.append(logits_of(backend, batch)[end - first :])
         assert same_bits(np.concatenate(parts), whole), cuts
+
+
+@pytest.mark.parametrize("shape", [GROUP_OF_1, GROUP_OF_3, Heads(2, 1, 96, 64)], ids=str)
+def test_neighbouring_slots_are_written_as_scattered_ones(variant, open_backend, shape):
+    """A run of consecutive slots, from an odd one on, goes over the borders of blocks and of pages at once.
+
+    So it does from one sequence to the next, whose first token is put where the last one's would have followed.
+    """
+    backend = open_attention(open_backend(*variant.names), shape)
+    rng, size = np.random.default_rng(9), shape.page_size
+    tokens, other = rng.integers(0, TOKENS, 2 * size + 9), rng.integers(0, TOKENS, 40)
+    results = []
+    for pages, more in (([3, 4, 5], [6, 7]), ([9, 2, 30], [0, 17])):
+        logits_of(backend, step(shape, [Chunk(tokens[:7], 0, pages)]))
+        rest = logits_of(
+            backend, step(shape, [Chunk(tokens[7 : 2 * size], 7, pages), Chunk(other, 0, pages[2:] + more)])
+        )
+        last = logits_of(
+            backend, step(shape, [Chunk([5], 2 * size, [*pages[:2], 20]), Chunk([6], 40, pages[2:] + more)])
+        )
+        results.append(np.concatenate([rest, last]))
+    assert same_bits(*results)
 
 
 def shared_run_steps(shape: Heads) -> tuple[list[StepBatch], list[Chunk], list[list[int]]]:

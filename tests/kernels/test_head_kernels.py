@@ -27,8 +27,8 @@ def random_head(backend: Backend, vocab: int, seed: int = 0) -> Backend:
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_token_and_logprob_agree_with_the_logits(gemm_variant, open_backend, vocab):
-    backend = random_head(open_backend(*gemm_variant.names), vocab)
+def test_token_and_logprob_agree_with_the_logits(weight_variant, open_backend, vocab):
+    backend = random_head(open_backend(*weight_variant.names), vocab)
     result = backend.run(every_token(range(50)))
     logits = result.logits[:50]
     assert logits.shape == (50, vocab)
@@ -65,8 +65,8 @@ def test_large_logits_do_not_overflow(gemm_variant, open_backend, size):
     np.testing.assert_allclose(result.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_asking_for_logits_changes_no_bit(gemm_variant, open_backend):
-    backend = random_head(open_backend(*gemm_variant.names), 300)
+def test_asking_for_logits_changes_no_bit(weight_variant, open_backend):
+    backend = random_head(open_backend(*weight_variant.names), 300)
     batch = every_token(range(40))
     asked = backend.run(batch)
     tokens, logprobs = asked.token_ids.copy(), asked.logprobs.copy()
@@ -77,21 +77,22 @@ def test_asking_for_logits_changes_no_bit(gemm_variant, open_backend):
         assert same_bits(result.logprobs, logprobs)
 
 
-def test_rows_and_their_order_change_no_bit(gemm_variant: Variant, open_backend):
-    backend = random_head(open_backend(*gemm_variant.names), 300)
-    whole = backend.run(every_token(range(64)))
-    tokens, logprobs, logits = whole.token_ids.copy(), whole.logprobs.copy(), whole.logits[:64].copy()
-    for rows in ([3], [63, 0], np.arange(33), np.arange(64)[::-1], [7] * 17):
+def test_rows_and_their_order_change_no_bit(weight_variant: Variant, open_backend):
+    """Also where a work item ends, at 128 rows."""
+    backend = random_head(open_backend(*weight_variant.names), 300)
+    whole = backend.run(every_token(np.arange(300) % 64))
+    tokens, logprobs, logits = whole.token_ids.copy(), whole.logprobs.copy(), whole.logits[:300].copy()
+    for rows in ([3], [63, 0], np.arange(33), np.arange(300)[::-1], np.arange(127, 256), [7] * 17):
         rows = np.asarray(rows, np.int32)
-        batch = every_token(range(64), logits_rows=rows)
+        batch = every_token(np.arange(300) % 64, logits_rows=rows)
         result = backend.run(batch)
         assert same_bits(result.token_ids, tokens[rows])
         assert same_bits(result.logprobs, logprobs[rows])
         assert same_bits(logits_of(backend, batch), logits[rows])
 
 
-def test_a_step_may_want_no_logits_at_all(gemm_variant, open_backend):
-    backend = random_head(open_backend(*gemm_variant.names), 300)
+def test_a_step_may_want_no_logits_at_all(weight_variant, open_backend):
+    backend = random_head(open_backend(*weight_variant.names), 300)
     result = backend.run(every_token(range(8), logits_rows=np.zeros(0, np.int32)))
     assert len(result.token_ids) == len(result.logprobs) == 0
 

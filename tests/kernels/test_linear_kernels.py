@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from batchgen.kernels.reference import rms_norm, round_bf16, swiglu
+from batchgen.kernels.reference import KV_TYPES, rms_norm, round_bf16, swiglu
 from tests.kernels.kernel_programs import build, every_token, head, logits_of, relative_error, same_bits, signs
 
 ROWS = (1, 5, 16, 17, 32, 33)
@@ -111,7 +111,7 @@ def test_swiglu_of_gates_whose_exponential_overflows(gemm_variant, open_backend)
 
 
 @pytest.mark.parametrize("count", [3, 300])
-def test_linear_and_residual(gemm_variant, open_backend, count):
+def test_linear_and_residual(weight_variant, open_backend, count):
     """norm(x + swiglu(norm(x)) @ down.T), also with more tokens than a thread takes at a time."""
     rng = np.random.default_rng(count)
     table, eye = signs(rng, 64, 48), np.eye(48, dtype=np.float32)
@@ -129,16 +129,18 @@ def test_linear_and_residual(gemm_variant, open_backend, count):
         return forward
 
     batch = every_token(rng.integers(0, 64, count))
-    backend = build(open_backend(*gemm_variant.names), program, 48, 48)
-    expected = logits_of(build(gemm_variant.reference(), program, 48, 48), batch)
-    tolerance = 1e-2 if gemm_variant.rounds_activations else 1e-5
+    backend = build(open_backend(*weight_variant.names), program, 48, 48)
+    expected = logits_of(build(weight_variant.reference(), program, 48, 48), batch)
+    tolerance = {"int8": 2e-2}.get(weight_variant.weights, 1e-2 if weight_variant.rounds_activations else 1e-5)
     assert relative_error(logits_of(backend, batch), expected) < tolerance
 
 
 def test_padded_page_bytes_count_keys_and_values(open_backend):
+    """Two layers of two KV heads of 80 dimensions, padded to 96; a float32 scale per head, or per 32 dimensions."""
     from tests.tiny_model import tiny_config
 
-    shape = tiny_config(head_dim=80).shape
-    bytes_of = {kv: open_backend("portable", "fp32", kv).page_bytes(shape, 64) for kv in ("fp32", "bf16")}
-    assert bytes_of["fp32"] == 2 * bytes_of["bf16"]
-    assert bytes_of["fp32"] >= open_backend("reference").page_bytes(shape, 64) == 2 * 2 * 2 * 80 * 64 * 4
+    shape, vectors = tiny_config(head_dim=80).shape, 2 * 2 * 2 * 64
+    bytes_of = {kv: open_backend("portable", "fp32", kv).page_bytes(shape, 64) for kv in KV_TYPES}
+    sizes = {"fp32": 96 * 4, "bf16": 96 * 2, "int8": 96 + 4, "q8_0": 96 + 3 * 4}
+    assert bytes_of == {kv: vectors * size for kv, size in sizes.items()}
+    assert open_backend("reference").page_bytes(shape, 64) == vectors * 80 * 4

@@ -1,0 +1,44 @@
+"""Random blocks of ggml's quantised types, as bytes of a file and as the codes that kernels take."""
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen.io.gguf_codes import unpack
+from batchgen.kernels.base import Codes
+
+HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
+"""By type, where in a block its float16 numbers lie; any other bytes are valid codes."""
+
+
+def random_blocks(rng: np.random.Generator, kind: str, outputs: int, inputs: int) -> NDArray[np.uint8]:
+    """Stored rows (outputs, bytes of a row); scales of both signs and several magnitudes, zero among them."""
+    size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (outputs * inputs // size, block_bytes), np.uint8)
+    for at in HALVES[kind]:
+        halves = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-3, 1, len(blocks))
+        halves[::17] = 0
+        blocks[:, at : at + 2] = halves.astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
+
+
+def dequantised(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """What gguf's own package makes of stored rows, (outputs, inputs)."""
+    return np.array(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]), np.float32)
+
+
+def random_codes(rng: np.random.Generator, kind: str, outputs: int, inputs: int) -> tuple[Codes, NDArray[np.float32]]:
+    """A matrix as codes and as floats."""
+    blocks = random_blocks(rng, kind, outputs, inputs)
+    codes = unpack(kind, blocks)
+    assert codes is not None
+    return codes, dequantised(kind, blocks)
