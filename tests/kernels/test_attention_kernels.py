@@ -92,7 +92,7 @@ def story(shape: Heads) -> list[StepBatch]:
     """A prompt in one piece, prompts in chunks, single tokens, all mixed; pages lie in no order."""
     rng = np.random.default_rng(1)
     a, b, c = (rng.integers(0, TOKENS, n) for n in (41, 150, 96))
-    pages = rng.permutation(32)
+    pages = rng.permutation(32).astype(np.int32)
     pa, pb, pc, pd = pages[:3], pages[3:8], pages[8:12], pages[12:13]
     return [
         step(shape, [Chunk(a[:40], 0, pa), Chunk(b[:70], 0, pb), Chunk(c[:1], 0, pc)], cleared_pages=pages[:13]),

@@ -6,6 +6,7 @@ all kernel sources: after an edit anywhere nothing stale is found.
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,32 @@ _INSIDE = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "n
 """Options of functions that only compiled functions call. Each is compiled once by itself and again in every caller."""
 
 
+_definitions: Counter[tuple[str, str]] = Counter()
+
+
+def named_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Number the closures that one `def` makes, in the order in which their module makes them.
+
+    Numba names machine code by the function's qualified name and a count of what a process compiled before. Two entry
+    points that different processes put on disk, loaded together, would call each other's closures of the same name.
+    """
+    key = function.__module__, function.__qualname__
+    _definitions[key] += 1
+    if _definitions[key] > 1:
+        function.__qualname__ += f"_{_definitions[key]}"
+    return function
+
+
 def helper(function: Callable[..., Any]) -> Any:
     """`numba.njit` for the functions that compiled functions call."""
-    return numba.njit(**_INSIDE)(function)
+    return numba.njit(**_INSIDE)(named_apart(function))
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """`helper` for the smallest of them, whose call would cost as much as they do: always put in the caller's place."""
-    return numba.njit(**_INSIDE, forceinline=True)(function)
+    return numba.njit(**_INSIDE, forceinline=True)(named_apart(function))
 
 
 def spliced(function: Callable[..., Any]) -> Any:
     """`helper` for layers that only hand on: part of the caller from the start, which saves half the compilation."""
-    return numba.njit(**_INSIDE, inline="always")(function)
+    return numba.njit(**_INSIDE, inline="always")(named_apart(function))
