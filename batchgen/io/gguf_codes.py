@@ -35,7 +35,7 @@ def _q4_1(blocks: Bytes) -> Codes:
 
 def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
     bits = np.ascontiguousarray(blocks[:, at : at + 4]).view(np.uint32) >> np.arange(32, dtype=np.uint32)
-    return (bits & 1).astype(np.uint8) << 4
+    return np.left_shift((bits & 1).astype(np.uint8), 4, dtype=np.uint8)
 
 
 def _q5_0(blocks: Bytes) -> Codes:

@@ -11,7 +11,6 @@ from batchgen.errors import ModelError
 from batchgen.kernels.base import Backend, Codes, Matrix
 from batchgen.models.config import ModelConfig
 
-
 PACKERS = 2
 """Threads that dequantise and pack, each a layer at a time."""
 

@@ -24,7 +24,7 @@ from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, recor
 from batchgen.kernels.cpu.codes import block_bytes
 from batchgen.kernels.cpu.features import available_kernels
 from batchgen.kernels.cpu.head import HEAD_ROWS
-from batchgen.kernels.cpu.linear import BLOCK_BYTES, CHUNK_BYTES
+from batchgen.kernels.cpu.linear import BLOCK_BYTES, CHUNK_BYTES, PART_TILES
 from batchgen.kernels.cpu.records import FORMAT_CODES, FORMAT_INT8, FORMAT_PANELS, HEAD_PAIRS, PARTIAL_FIELDS
 
 ALIGNMENT, HUGE_PAGE = 4096, 2 << 20
@@ -335,16 +335,22 @@ class CpuBackend:
         self._models["tile_config"] = config.ctypes.data
 
     def _reserve_scratch(self) -> None:
-        """A piece for each thread: two blocks, a pair of expanded panels; rows in int8; the head's blocks."""
-        dim, widest = pad(self._shape.head_dim), int(self._ops["k"].max())
-        row_bytes = max(int(op["k"]) * most_rows(op, self._act_dtype) for op in self._ops if op["w"])
-        codes = pad(max(dim * 320 + 8704, 2 * BLOCK_BYTES + widest * 64), ALIGNMENT)
+        """A piece for each thread: blocks of results; a pair of expanded panels; rows in int8; the head's blocks."""
+        dim, linears = pad(self._shape.head_dim), [op for op in self._ops if op["w"]]
+        row_bytes = max(int(op["k"]) * most_rows(op, self._act_dtype) for op in linears)
+        rows = max([64, *(most_rows(op, self._act_dtype) for op in linears if op["k"] > 32 * PART_TILES)])
         has_integers = (self._ops["format"] == FORMAT_INT8).any()
-        blocks = codes + (pad(2 * row_bytes + (1 << 16), ALIGNMENT) if has_integers else 0)
-        scratch = blocks + HEAD_ROWS // 32 * HEAD_PAIRS * BLOCK_BYTES
-        self._models["codes_offset"], self._models["blocks_offset"] = codes, blocks
-        self._models["scratch_bytes"] = scratch
-        self._keep("scratch", scratch * self._threads, np.uint8)
+        sizes = {
+            "panels_offset": max(dim * 320 + 8704, rows // 32 * BLOCK_BYTES),  # attention uses the first piece, too
+            "codes_offset": int(self._ops["k"].max()) * 64,
+            "blocks_offset": 2 * row_bytes + (1 << 16) if has_integers else 0,
+            "scratch_bytes": HEAD_ROWS // 32 * HEAD_PAIRS * BLOCK_BYTES,
+        }
+        end = 0
+        for name, size in sizes.items():
+            end += pad(size, ALIGNMENT)
+            self._models[name] = end
+        self._keep("scratch", end * self._threads, np.uint8)
 
     def _outputs(self) -> None:
         rows, vocab = self._rows, pad(self._shape.vocab_size)

@@ -44,7 +44,7 @@ def compiled(function: Callable[..., Any]) -> Any:
         config.CACHE_DIR = before
 
 
-_INSIDE = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INSIDE: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Options of functions that only compiled functions call. Each is compiled once by itself and again in every caller."""
 
 

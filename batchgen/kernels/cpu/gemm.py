@@ -48,26 +48,32 @@ ROW_GROUP, COLUMN_PANELS = (8, 2) if HAS_AVX512 else (4, 1)
 
 
 def amx_block(finish_row: Any, integers: bool) -> Any:
-    """A function `(a, b, k_tiles, two, c, done, target, stride, count, scales, model)` that multiplies on tiles.
+    """A function `(a, b, k_tiles, part, two, c, done, target, stride, count, scales, model)` that multiplies on tiles.
 
     It takes the rows of `a` (two tiles when `two`) and the two panels at `b` to the block `c`, of float32 or, for
-    `integers`, of int32. Meanwhile it calls `finish_row(done, target, stride, row, scales, model)` for the `count` rows
-    of the block before.
+    `integers`, of int32; `part`: first and end of the tiles along K that are added to what `c` holds, if not the first.
+    Meanwhile it calls `finish_row(done, target, stride, row, scales, model)` for the `count` rows of the block before.
+    `a` is read past the first-level cache, in which the panels stay for the next rows.
     """
     names = ("046", "147", "256", "357")
     dot_046, dot_147, dot_256, dot_357 = (getattr(tiles, ("idot_" if integers else "dot_") + n) for n in names)
 
     @helper
-    def block_amx(a, b, k_tiles, two, c, done, target, stride, count, scales, model):
+    def block_amx(a, b, k_tiles, part, two, c, done, target, stride, count, scales, model):
         a1, b1 = a + k_tiles * 1024, b + k_tiles * 1024
-        each, row = (31 + k_tiles) // k_tiles, 0
-        tiles.zero0(), tiles.zero1()
-        if two:
-            tiles.zero2(), tiles.zero3()
-        for k in range(0, k_tiles * 1024, 1024):
-            tiles.load4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64)
+        each, row = (31 + part[1] - part[0]) // (part[1] - part[0]), 0
+        if part[0]:
+            tiles.load0(c, 128), tiles.load1(c + 64, 128)
             if two:
-                tiles.load5(a1 + k, 64)
+                tiles.load2(c + 2048, 128), tiles.load3(c + 2112, 128)
+        else:
+            tiles.zero0(), tiles.zero1()
+            if two:
+                tiles.zero2(), tiles.zero3()
+        for k in range(part[0] * 1024, part[1] * 1024, 1024):
+            tiles.stream4(a + k, 64), tiles.load6(b + k, 64), tiles.load7(b1 + k, 64)
+            if two:
+                tiles.stream5(a1 + k, 64)
                 dot_046(), dot_147(), dot_256(), dot_357()
             else:
                 dot_046(), dot_147()
@@ -248,7 +254,7 @@ def block_integers(kernel, a, b, k_tiles, rows, c):
 def block_i8(kernel, a, b, k_tiles, rows, c):
     """The same, on tiles where the kernel uses them."""
     if kernel == KERNEL_AMX:
-        _amx_integers_alone(a, b, k_tiles, rows > 16, c, c, c, 0, 0, (0, 0), 0)
+        _amx_integers_alone(a, b, k_tiles, (0, k_tiles), rows > 16, c, c, c, 0, 0, (0, 0), 0)
     else:
         block_integers(kernel, a, b, k_tiles, rows, c)
 
@@ -274,6 +280,6 @@ def block_vector(kernel, a, b, k_tiles, rows, c):
 def block(kernel, a, b, k_tiles, rows, c):
     """The same for every kernel."""
     if kernel == KERNEL_AMX:
-        _amx_alone(a, b, k_tiles, rows > 16, c, c, c, 0, 0, (0, 0), 0)
+        _amx_alone(a, b, k_tiles, (0, k_tiles), rows > 16, c, c, c, 0, 0, (0, 0), 0)
     else:
         block_vector(kernel, a, b, k_tiles, rows, c)

@@ -47,7 +47,7 @@ def multiply_head(op, model, rows, pairs, blocks, scratch):
     k_tiles = gemm.k_tiles(op.k, integers)
     row_bytes = k_tiles * 64 if model.act_bf16 or integers else k_tiles * 128
     for pair in range(pairs[0], pairs[1]):
-        weight = pair_address(op, pair, scratch + 2 * BLOCK_BYTES)
+        weight = pair_address(op, pair, scratch + model.panels_offset)
         for row in range(0, rows[1] - rows[0], 32):
             c = blocks + (row // 32 * HEAD_PAIRS + pair - pairs[0]) * BLOCK_BYTES
             here = min(32, rows[1] - rows[0] - row)

@@ -12,6 +12,8 @@ CHUNK_BYTES = 1 << 19
 """Of activations that stay in a core's second-level cache while the weights pass by."""
 ITEM_PAIRS = 3
 """Pairs of weight panels per work item."""
+PART_TILES = 20
+"""Tiles along K whose two panels fit the first-level cache (40 KiB)."""
 BLOCK_BYTES = 4096
 """A block of 32 x 32 results."""
 
@@ -59,12 +61,8 @@ def scaled_integers(c, r, scales):
     return left, simd.load_i32(c + r * 128 + 64) * simd.load(scales[1] + 64) * row
 
 
-def _linear_blocks(block_row: Any, integers: bool, code: str) -> Any:
-    """A function `(op, model, rows, pairs, x, scales, scratch)`: all blocks of a range of rows and of pairs of panels.
-
-    `x`: address of the first row's tiles, `scales` that of the rows' scales. On tiles, the rows of the block before are
-    turned into results while the next one is multiplied, so that vector and tile units are busy together.
-    """
+def _row_finisher(block_row: Any, code: str) -> Any:
+    """A function `(c, target, stride, r, scales, model)` that makes results of row `r` of a block; see `block_row`."""
 
     @inlined
     def store_row(c, target, stride, r, scales, model):
@@ -86,36 +84,75 @@ def _linear_blocks(block_row: Any, integers: bool, code: str) -> Any:
         place = target + r // 16 * stride + r % 16 * 32 * (2 if model.act_bf16 else 4)
         store_any(place, swiglu(gate, up), model.act_bf16)
 
-    finish_row = {"store": store_row, "add": add_row, "swiglu": swiglu_row}[code]
+    return {"store": store_row, "add": add_row, "swiglu": swiglu_row}[code]
+
+
+def _blocks_on_tiles(finish_row: Any, integers: bool) -> Any:
+    """See `_linear_blocks`. The rows of a block are finished while the next one is multiplied: vector and tile units
+    are busy together. Long sums go part by part, so that a pair's panels stay in the first-level cache from row to row.
+    """
     block_amx = gemm.amx_block(finish_row, integers)
-    block_vector = gemm.block_integers if integers else gemm.block_vector
 
     @helper
-    def linear_blocks(op, model, rows, pairs, x, row_scales, scratch):
+    def blocks(op, model, rows, pairs, x, row_scales, scratch):
         k_tiles = gemm.k_tiles(op.k, integers)
-        row_bytes = k_tiles * 64 if model.act_bf16 or integers else k_tiles * 128
-        number, done, target, stride, count = 0, scratch, np.int64(0), np.int64(0), np.int64(0)
+        parts = (k_tiles + PART_TILES - 1) // PART_TILES
+        done, target, stride, count = scratch, np.int64(0), np.int64(0), np.int64(0)
         scales = row_scales, op.scales
         for pair in range(pairs[0], pairs[1]):
-            weight = pair_address(op, pair, scratch + 2 * BLOCK_BYTES)
-            columns = op.scales + pair * 128
-            for row in range(rows[0], rows[1], 32):
-                here = min(32, rows[1] - row)
-                a = x + (row - rows[0]) * row_bytes
-                if model.kernel == gemm.KERNEL_AMX:
-                    c = scratch + number % 2 * BLOCK_BYTES
-                    block_amx(a, weight, k_tiles, here > 16, c, done, target, stride, count, scales, model)
-                    done, count, number = c, here, number + 1
-                    target, stride = block_target(op, model, row, pair)
-                    scales = row_scales + (row - rows[0]) * 4, columns
-                else:
-                    block_vector(model.kernel, a, weight, k_tiles, here, scratch)
-                    target, stride = block_target(op, model, row, pair)
-                    scales = row_scales + (row - rows[0]) * 4, columns
-                    for r in range(here):
-                        finish_row(scratch, target, stride, r, scales, model)
+            weight = pair_address(op, pair, scratch + model.panels_offset)
+            for part in range(parts):
+                tiles = part * k_tiles // parts, (part + 1) * k_tiles // parts
+                for row in range(0, rows[1] - rows[0], 32):
+                    here = min(32, rows[1] - rows[0] - row)
+                    c = scratch + (row // 32 if parts > 1 else row // 32 % 2) * BLOCK_BYTES
+                    a = x + row * k_tiles * 64
+                    block_amx(a, weight, k_tiles, tiles, here > 16, c, done, target, stride, count, scales, model)
+                    count = np.int64(0)
+                    if part == parts - 1:
+                        done, count = c, here
+                        target, stride = block_target(op, model, rows[0] + row, pair)
+                        scales = row_scales + row * 4, op.scales + pair * 128
         for r in range(count):
             finish_row(done, target, stride, r, scales, model)
+
+    return blocks
+
+
+def _blocks_on_vectors(finish_row: Any, integers: bool) -> Any:
+    """See `_linear_blocks`."""
+    block = gemm.block_integers if integers else gemm.block_vector
+
+    @helper
+    def blocks(op, model, rows, pairs, x, row_scales, scratch):
+        k_tiles = gemm.k_tiles(op.k, integers)
+        row_bytes = k_tiles * (64 if model.act_bf16 or integers else 128)
+        for pair in range(pairs[0], pairs[1]):
+            weight = pair_address(op, pair, scratch + model.panels_offset)
+            for row in range(0, rows[1] - rows[0], 32):
+                here = min(32, rows[1] - rows[0] - row)
+                block(model.kernel, x + row * row_bytes, weight, k_tiles, here, scratch)
+                target, stride = block_target(op, model, rows[0] + row, pair)
+                for r in range(here):
+                    finish_row(scratch, target, stride, r, (row_scales + row * 4, op.scales + pair * 128), model)
+
+    return blocks
+
+
+def _linear_blocks(block_row: Any, integers: bool, code: str) -> Any:
+    """A function `(op, model, rows, pairs, x, row_scales, scratch)`: all blocks of some rows and pairs of panels.
+
+    `x`: address of the first row's tiles, `row_scales` that of the rows' scales.
+    """
+    finish_row = _row_finisher(block_row, code)
+    on_tiles, on_vectors = _blocks_on_tiles(finish_row, integers), _blocks_on_vectors(finish_row, integers)
+
+    @spliced
+    def linear_blocks(op, model, rows, pairs, x, row_scales, scratch):
+        if model.kernel == gemm.KERNEL_AMX:
+            on_tiles(op, model, rows, pairs, x, row_scales, scratch)
+        else:
+            on_vectors(op, model, rows, pairs, x, row_scales, scratch)
 
     return linear_blocks
 

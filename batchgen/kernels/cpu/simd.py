@@ -193,6 +193,7 @@ def emit_transpose(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
+INT32: Any = types.int32
 VOID, INT64, FLOAT32 = types.void, types.int64, types.float32
 
 
@@ -601,7 +602,7 @@ def inverse_scale(largest):
     return where_above(largest, broadcast(np.float32(1e-35)), divide(broadcast(np.float32(127)), largest), zero())
 
 
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_clock_gettime: Any = types.ExternalFunction("clock_gettime", INT32(INT32, INT64))
 MONOTONIC = np.int32(getattr(time, "CLOCK_MONOTONIC", 1))
 
 

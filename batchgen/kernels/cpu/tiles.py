@@ -64,6 +64,8 @@ zero0, zero1, zero2, zero3, zero4, zero5 = (_operation("tilezero", (t,)) for t i
 load0, load1, load2, load3, load4, load5, load6, load7 = (
     _operation("tileloadd64", (t,), pointer_arg=True, stride_arg=True) for t in range(8)
 )
+stream4, stream5 = (_operation("tileloaddt164", (t,), pointer_arg=True, stride_arg=True) for t in (4, 5))
+"""Loads that leave the first-level cache to others."""
 store0, store1, store2, store3, store4, store5 = (
     _operation("tilestored64", (t,), pointer_arg=True, stride_arg=True) for t in range(6)
 )
