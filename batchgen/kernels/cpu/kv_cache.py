@@ -202,20 +202,28 @@ def expand_values(model, values, room):
 
 
 @helper
-def copy_slot(model, layer, source, target):
-    """Copy one token's keys and values of one layer to another slot."""
+def copy_slots(model, layer, source, target, count):
+    """Copy one layer's keys and values of `count` neighbouring tokens of a block to slots of another block."""
     size, half = element_size(model), block_bytes(model)
     s, t = source % 32, target % 32
     for h in range(model.kv_heads):
         a = block_address(model, layer, source // model.page_size, source % model.page_size, h)
         b = block_address(model, layer, target // model.page_size, target % model.page_size, h)
-        for i in range(model.dim):
-            copy_bytes(key_place(model, a, s, i), key_place(model, b, t, i), size)
-            copy_bytes(value_place(model, a + half, s, i), value_place(model, b + half, t, i), size)
+        if model.kv_amx:
+            for i in range(count):
+                for d in range(0, model.dim, 32):
+                    copy_bytes(key_place(model, a, s + i, d), key_place(model, b, t + i, d), 32 * size)
+            for d in range(model.dim):
+                copy_bytes(value_place(model, a + half, s, d), value_place(model, b + half, t, d), count * size)
+        else:
+            for d in range(model.dim):
+                copy_bytes(key_place(model, a, s, d), key_place(model, b, t, d), count * size)
+            length = count * model.dim * size
+            copy_bytes(value_place(model, a + half, s, 0), value_place(model, b + half, t, 0), length)
         if model.kv_type == KV_INT8:
-            for i in range(0, model.dim, model.dim // model.kv_groups):
-                copy_bytes(scale_address(model, a, i, s), scale_address(model, b, i, t), 4)
-                copy_bytes(scale_address(model, a + half, i, s), scale_address(model, b + half, i, t), 4)
+            for d in range(0, model.dim, model.dim // model.kv_groups):
+                copy_bytes(scale_address(model, a, d, s), scale_address(model, b, d, t), count * 4)
+                copy_bytes(scale_address(model, a + half, d, s), scale_address(model, b + half, d, t), count * 4)
 
 
 @helper

@@ -211,11 +211,20 @@ def sample_item(model, item, arrays, vocab_scratch):
 
 @spliced
 def copy_level(op, model, arrays, copies, counter):
+    """Items are copies; the first of a run of neighbours that stays within two blocks stands for all of it."""
     while True:
         n = simd.fetch_add(counter, 1)
         if n >= copies:
             break
-        kv_cache.copy_slot(model, op.layer, arrays.copies[n, 0], arrays.copies[n, 1])
+        source, target = arrays.copies[n, 0], arrays.copies[n, 1]
+        begins = source % 32 == 0 or target % 32 == 0
+        if begins or n == 0 or arrays.copies[n - 1, 0] != source - 1 or arrays.copies[n - 1, 1] != target - 1:
+            count, most = 1, min(copies - n, 32 - source % 32, 32 - target % 32)
+            while count < most and arrays.copies[n + count, 0] == source + count:
+                if arrays.copies[n + count, 1] != target + count:
+                    break
+                count += 1
+            kv_cache.copy_slots(model, op.layer, source, target, count)
 
 
 @spliced
