@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from math import prod
 from pathlib import Path
@@ -109,20 +109,9 @@ def resolve_numerics(model: ModelSpec, engine: EngineSpec) -> Numerics:
     narrow = kernel in ("amx_bf16", "avx512_bf16")
     if narrow and model.weights == "fp32":
         raise SpecError(f"model.weights: kernel '{kernel}' works on bf16; for fp32 set engine.kernel: portable")
-    weights = ("bf16" if narrow else "fp32") if model.weights == "auto" else model.weights
+    weights = ("native" if narrow else "fp32") if model.weights == "auto" else model.weights
     kv_dtype = ("bf16" if narrow else "fp32") if engine.kv_dtype == "auto" else engine.kv_dtype
     return Numerics(kernel, weights, kv_dtype)
-
-
-def fit_weights(numerics: Numerics, model: ModelSpec, file: ModelFile) -> Numerics:
-    """With `weights: auto`, keep a model's own codes when bf16 would take more than half of the machine's memory.
-
-    Answers have the same bits either way.
-    """
-    if model.weights != "auto" or numerics.weights != "bf16" or numerics.kernel == "reference":
-        return numerics
-    large = file.weight_bytes("bf16") > AUTO_MEMORY_SHARE * psutil.virtual_memory().total
-    return replace(numerics, weights="native") if large else numerics
 
 
 def make_backend(numerics: Numerics, threads: int) -> Backend:

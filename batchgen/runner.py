@@ -28,7 +28,6 @@ from batchgen.loading import (
     Numerics,
     compile_all,
     describe_model,
-    fit_weights,
     kv_pages,
     load_model,
     locate_model,
@@ -103,7 +102,6 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
     path, sha256 = locate_model(spec.model, progress.message)
     dates: list[datetime] = []  # known once the output is open, wanted once prompts are made
     model = open_model(path, spec.model.pre_tokenizer, lambda: dates[0])
-    numerics = fit_weights(numerics, spec.model, model)
     PromptReader(spec, model.tokenizer, model.chat).check(table)
     check_places(spec, table)
     identity = _identity(spec, table, sha256, numerics)
@@ -130,8 +128,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
     path, _ = locate_model(spec.model, lambda text: None)
     model = open_model(path, spec.model.pre_tokenizer)
     PromptReader(spec, model.tokenizer, model.chat).check(table)
-    numerics = fit_weights(resolve_numerics(spec.model, spec.engine), spec.model, model)
-    job = prepare(spec, table, model, numerics)
+    job = prepare(spec, table, model, resolve_numerics(spec.model, spec.engine))
     job.backend.close()
     return JobPlan(
         rows=len(job.prompts.row_index),

@@ -3,7 +3,7 @@
 import numpy as np
 
 from batchgen.kernels.cpu import attention, kv_cache, simd
-from batchgen.kernels.cpu.compiling import helper, spliced
+from batchgen.kernels.cpu.compiling import helper, inlined, spliced
 from batchgen.kernels.cpu.linear import fill_zeros, store_any, tile_address
 
 
@@ -19,12 +19,25 @@ def state_address(model, kv_head, row):
     return model.state + (kv_head * model.state_items + row // 16) * 64 * (model.dim + 2)
 
 
-@helper
+@inlined
 def item_block(op, model, block_tables, item, kv_head, number):
     """Address of the item's key block `number`."""
-    slot = number * 32
-    page = np.int64(block_tables[item[attention.SEQUENCE], slot // model.page_size])
-    return kv_cache.block_address(model, op.layer, page, slot % model.page_size, kv_head)
+    page, offset = number, np.int64(0)
+    if model.page_size != 32:  # a division costs as much as some of the arithmetic
+        page, offset = number * 32 // model.page_size, number * 32 % model.page_size
+    page = np.int64(block_tables[item[attention.SEQUENCE], page])
+    return kv_cache.block_address(model, op.layer, page, offset, kv_head)
+
+
+@helper
+def block_ahead(op, model, block_tables, item, following, kv_head, number):
+    """Address of block `number` of an item or, past its end, of those of the item that follows; 0: none."""
+    if number < item[attention.END]:
+        return item_block(op, model, block_tables, item, kv_head, number)
+    number += np.int64(following[attention.FIRST]) - item[attention.END]
+    if number < following[attention.END]:
+        return item_block(op, model, block_tables, following, kv_head, number)
+    return np.int64(0)
 
 
 @helper
@@ -43,15 +56,16 @@ def attend_on_tiles(op, model, positions, block_tables, item, following, kv_head
     load_queries(model, query_address(model, kv_head, row0), q)
     start_lanes(model, item, kv_head, acc, rows)
     attention.load_acc(acc, dim)
+    size = 2 * kv_cache.block_bytes(model)
+    before, here, after = np.int64(0), np.int64(0), np.int64(0)
     for b in range(first - 1, end + 1):
-        keys, values = np.int64(0), np.int64(0)
+        before, here, after = here, after, np.int64(0)
+        keys, values, ahead = np.int64(0), np.int64(0), np.int64(0)
         if b + 1 < end:
-            block = item_block(op, model, block_tables, item, kv_head, b + 1)
-            keys = kv_cache.keys_on_tiles(model, block, room)
+            after = item_block(op, model, block_tables, item, kv_head, b + 1)
+            keys = kv_cache.keys_on_tiles(model, after, room)
         if b > first:
-            values = kv_cache.values_on_tiles(
-                model, item_block(op, model, block_tables, item, kv_head, b - 1), room + dim * 64
-            )
+            values = kv_cache.values_on_tiles(model, before, room + dim * 64)
         later, earlier = (keys, scores + (b + 1) % 2 * 2048), (p + (b - 1) % 2 * 1024, values)
         if b < first:
             attention.scores_on_tiles(q, keys, dim, 0, dim, later[1])
@@ -60,14 +74,10 @@ def attend_on_tiles(op, model, positions, block_tables, item, following, kv_head
             if hidden:
                 write_limits(model, positions, row0, rows, b * 32, stats + 128)
             now = scores + b % 2 * 2048, p + b % 2 * 1024
-            ahead = np.int64(0)
-            if rows < 16 and b + 2 < end:  # full tiles find their keys in the cache
-                ahead = item_block(op, model, block_tables, item, kv_head, b + 2)
-            elif rows < 16 and b + 2 - end < following[attention.END] - following[attention.FIRST]:
-                number = np.int64(following[attention.FIRST]) + b + 2 - end
-                ahead = item_block(op, model, block_tables, following, kv_head, number)
-            size = 2 * kv_cache.block_bytes(model) if ahead else 0
-            attention.turn_lanes(q, dim, stats, acc, later, now, hidden, stats + 128, earlier, ahead, size)
+            if rows < 16:  # full tiles find their keys in the cache
+                ahead = block_ahead(op, model, block_tables, item, following, kv_head, b + 2)
+            fetched = size if ahead else 0
+            attention.turn_lanes(q, dim, stats, acc, later, now, hidden, stats + 128, earlier, ahead, fetched)
         elif values:
             attention.add_values(earlier[0], values, dim, 0, acc), attention.add_values(earlier[0], values, dim, 1, acc)
     attention.store_acc(acc, dim)
