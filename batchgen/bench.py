@@ -1,7 +1,8 @@
 """A model's own roofline: how long a step of each shape takes, kernel by kernel, beside what the machine can do."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any
 
@@ -58,6 +59,10 @@ class StepShape:
     @property
     def length(self) -> int:
         return self.context + self.tokens
+
+    def pages(self, page_size: int) -> int:
+        """Of each sequence."""
+        return -(-self.length // page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +142,7 @@ def run_bench(model: ModelSpec, engine: EngineSpec, progress: ProgressListener) 
 
 def step_shapes(engine: EngineSpec, context_length: int) -> list[StepShape]:
     """Prefill, decode and a single sequence, within the engine's limits and the model's context."""
-    length = min(LENGTH, context_length // 2, engine.max_batch_tokens)
+    length = max(1, min(LENGTH, context_length // 2, engine.max_batch_tokens))
     prompts = min(engine.max_num_seqs, engine.max_batch_tokens // length)
     decoding = min(engine.max_num_seqs, engine.max_batch_tokens, MOST_DECODING)
     return [
@@ -148,17 +153,22 @@ def step_shapes(engine: EngineSpec, context_length: int) -> list[StepShape]:
 
 
 def _step_limits(engine: EngineSpec, shapes: list[StepShape]) -> StepLimits:
-    pages = max(shape.sequences * -(-shape.length // engine.page_size) for shape in shapes)
+    pages = max(shape.sequences * shape.pages(engine.page_size) for shape in shapes)
     return StepLimits(engine.max_batch_tokens, engine.max_num_seqs, pages, engine.page_size)
 
 
-def step_batch(shape: StepShape, page_size: int, vocab_size: int) -> StepBatch:
-    """Random tokens, a greedy answer for each sequence, all pages newly allocated."""
+def step_batch(
+    shape: StepShape, page_size: int, vocab_size: int, first: int = 0, pages: int | None = None
+) -> StepBatch:
+    """Random tokens, a greedy answer for each sequence, all pages newly allocated.
+
+    The sequences are those from `first` on of many that have `pages` each, which is as many as they need by default.
+    """
     sequences, count = shape.sequences, shape.sequences * shape.tokens
-    each = -(-shape.length // page_size)
-    tables = np.arange(sequences * each, dtype=np.int32).reshape(sequences, each)
+    each = pages or shape.pages(page_size)
+    tables = np.arange(first * each, (first + sequences) * each, dtype=np.int32).reshape(sequences, each)
     positions = np.tile(np.arange(shape.context, shape.length, dtype=np.int32), sequences)
-    pages = tables[np.repeat(np.arange(sequences), shape.tokens), positions // page_size].astype(np.int64)
+    held = tables[np.repeat(np.arange(sequences), shape.tokens), positions // page_size].astype(np.int64)
     samples = np.zeros(sequences, SAMPLE_DTYPE)
     samples["row"], samples["greedy"], samples["temperature"] = np.arange(sequences), 1, 1
     ends = np.arange(sequences + 1, dtype=np.int32) * np.int32(shape.tokens)
@@ -166,7 +176,7 @@ def step_batch(shape: StepShape, page_size: int, vocab_size: int) -> StepBatch:
     return StepBatch(
         input_ids=np.random.default_rng(0).integers(0, vocab_size, count, np.int32),
         positions=positions,
-        slot_mapping=pages * page_size + positions % page_size,
+        slot_mapping=held * page_size + positions % page_size,
         block_tables=tables,
         cu_seqlens_q=ends,
         seq_lens=np.full(sequences, shape.length, np.int32),
@@ -192,26 +202,27 @@ def _measure(
     progress.message(f"measuring {shape.name}")
     model = file.config.shape
     batch = step_batch(shape, engine.page_size, model.vocab_size)
+    for context in _contexts(shape, engine, model.vocab_size):
+        backend.run(context)
     backend.run(batch)
     batch.cleared_pages = np.zeros(0, np.int32)
     seconds, times = _median_step(backend, batch)
-    ops, _ = recorded(backend)
     kv_bytes = backend.page_bytes(model, engine.page_size) // (engine.page_size * model.num_layers)
     work = step_work(shape, model, kv_bytes, 4 if backend.weights_dtype == "fp32" else 2)
-    return step_figure(shape, seconds, ops, times, work, limits)
+    return step_figure(shape, seconds, backend.operations, times, work, limits)
 
 
-def recorded(backend: CpuBackend) -> tuple[NDArray[np.void], NDArray[np.int64]]:
-    """The operations (OP_DTYPE) of a step; nanoseconds of work and of waiting, summed since loading.
-
-    The times are (threads, operations, 2) and may be set to zero.
-    """
-    return backend._ops, backend.times
+def _contexts(shape: StepShape, engine: EngineSpec, vocab_size: int) -> Iterator[StepBatch]:
+    """Steps that write what `shape` finds in the cache: memory that was never written is not read either."""
+    most = max(1, engine.max_batch_tokens // max(1, shape.context))
+    for first in range(0, shape.sequences if shape.context else 0, most):
+        part = replace(shape, sequences=min(most, shape.sequences - first), tokens=shape.context, context=0)
+        yield step_batch(part, engine.page_size, vocab_size, first, shape.pages(engine.page_size))
 
 
 def _median_step(backend: CpuBackend, batch: StepBatch) -> tuple[float, NDArray[np.int64]]:
-    """Seconds of a step, and its times (see `recorded`)."""
-    _, times = recorded(backend)
+    """Seconds of a step, and its times (see `CpuBackend.times`)."""
+    times = backend.times
     steps: list[tuple[float, NDArray[np.int64]]] = []
     begin = time.perf_counter()
     while len(steps) < LEAST_STEPS or time.perf_counter() - begin < SECONDS:

@@ -16,7 +16,8 @@ import psutil
 from numpy.typing import NDArray
 
 from batchgen.errors import ModelError, SpecError
-from batchgen.io.gguf_file import GGUFFile
+from batchgen.io.gguf_codes import UNPACKERS
+from batchgen.io.gguf_file import GGUFFile, TensorInfo
 from batchgen.io.model_source import file_sha256, resolve_source
 from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
 from batchgen.models.config import ModelConfig
@@ -28,8 +29,6 @@ from batchgen.text.tokenizer import Tokenizer
 
 AUTO_MEMORY_SHARE = 0.5
 """Of the memory that is available when the job starts, the most that `kv_memory: auto` takes."""
-CODES_OVERHEAD = 1.3
-"""Of quantised weights in memory over those in the file: scales and minima are float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,23 @@ class ModelFile:
         return frozenset(self.file.tensors)
 
     def weight_bytes(self, weights: str) -> int:
-        """About what the packed weights take; the embedding is kept as a table, too, if only to look rows up."""
-        shape, tensors = self.config.shape, self.file.tensors
-        table = shape.vocab_size * shape.hidden_size
-        if weights == "native":
-            return int(sum(t.nbytes for t in tensors.values()) * CODES_OVERHEAD) + 2 * table
-        parameters = sum(prod(t.shape) for t in tensors.values())
-        tied = 0 if "output.weight" in tensors else table
-        element = {"fp32": 4, "bf16": 2, "int8": 1}[weights]
-        return element * (parameters + tied) + (2 * table if weights == "int8" else 0)
+        """About what the packed weights take; a tied embedding is kept twice, as a table and to multiply with."""
+        tensors = dict(self.file.tensors)
+        table = tensors.pop("token_embd.weight", None)
+        looked_up = prod(table.shape) * (4 if weights == "fp32" else 2) if table else 0
+        if table and "output.weight" not in tensors:
+            tensors["output.weight"] = table
+        return looked_up + sum(_packed_bytes(tensor, weights) for tensor in tensors.values())
+
+
+def _packed_bytes(tensor: TensorInfo, weights: str) -> int:
+    """Of one matrix; types that are not kept as codes are expanded."""
+    count = prod(tensor.shape)
+    if weights == "native" and tensor.type_name in UNPACKERS:
+        block = UNPACKERS[tensor.type_name]
+        scales = 4 * (2 if block.minima else 1)
+        return count * block.bits // 8 + count // block.group * scales
+    return count * {"fp32": 4, "bf16": 2, "native": 2, "int8": 1}[weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def locate_model(spec: ModelSpec, on_message: Callable[[str], None]) -> tuple[Pa
 
 
 def open_model(path: Path, pre_tokenizer: str | None = None, now: Callable[[], datetime] = datetime.now) -> ModelFile:
-    """Read the header: configuration, vocabulary, chat template , whose date is `now`. ModelError names the file."""
+    """Read the header: configuration, vocabulary, chat template, whose date is `now`. ModelError names the file."""
     file = GGUFFile.open(path)
     try:
         config = ModelConfig.from_gguf(file.metadata)
@@ -108,7 +115,9 @@ def resolve_numerics(model: ModelSpec, engine: EngineSpec) -> Numerics:
         raise SpecError(f"engine.kernel: '{kernel}' does not run on this processor; it has {', '.join(able)}")
     narrow = kernel in ("amx_bf16", "avx512_bf16")
     if narrow and model.weights == "fp32":
-        raise SpecError(f"model.weights: kernel '{kernel}' works on bf16; for fp32 set engine.kernel: portable")
+        raise SpecError(
+            f"model.weights: kernel '{kernel}' works on bf16, native or int8; for fp32 set engine.kernel: portable"
+        )
     weights = ("native" if narrow else "fp32") if model.weights == "auto" else model.weights
     kv_dtype = ("bf16" if narrow else "fp32") if engine.kv_dtype == "auto" else engine.kv_dtype
     return Numerics(kernel, weights, kv_dtype)
@@ -220,6 +229,7 @@ class _Zeros:
         hidden, ffn = shape.hidden_size, shape.intermediate_size
         self._shapes: dict[str, tuple[int, ...]] = {
             "token_embd.weight": (shape.vocab_size, hidden),
+            "output.weight": (shape.vocab_size, hidden),
             "output_norm.weight": (hidden,),
             "blk.0.attn_norm.weight": (hidden,),
             "blk.0.ffn_norm.weight": (hidden,),
@@ -238,8 +248,13 @@ class _Zeros:
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
-    def codes(self, name: str) -> None:
-        return None
+    def codes(self, name: str) -> Codes:
+        """Of both kinds that kernels know, so that what packs them is compiled, too."""
+        rows, columns = self._shapes[name]
+        zeros = np.zeros((rows, columns // 32), np.float32)
+        if name == "output.weight":
+            return Codes(np.zeros((rows, columns), np.int8), 8, zeros, None)
+        return Codes(np.zeros((rows, columns), np.uint8), 4, zeros, zeros)
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         return np.zeros(self._shapes[name], np.float32)
@@ -255,6 +270,7 @@ def describe_model(source: str, path: Path, model: ModelFile) -> dict[str, Any]:
         "file_bytes": path.stat().st_size,
         "parameters": sum(prod(t.shape) for t in model.file.tensors.values()),
         "tensor_types": ", ".join(types),
+        **{f"bytes_as_{name}": model.weight_bytes(name) for name in ("native", "int8", "bf16", "fp32")},
         "context_length": shape.context_length,
         "vocab_size": shape.vocab_size,
         "layers": shape.num_layers,

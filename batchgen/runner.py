@@ -5,7 +5,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -394,6 +394,7 @@ class _Run:
             "spec_hash": job.spec.result_hash(),
             "threads": thread_count(job.spec.engine),
             "model": {"name": job.model.config.name, "tokenizer": job.model.tokenizer.fingerprint},
+            "numerics": asdict(job.numerics),
             "versions": _versions(),
             "cpu": _cpu(),
             "plan": {

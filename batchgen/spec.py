@@ -157,7 +157,8 @@ class ModelSpec(_Part):
     )
     sha256: Sha256 | None = Field(default=None, description="refuse the model file unless it has this SHA-256")
     weights: Literal["auto", "fp32", "bf16", "native", "int8"] = Field(
-        default="auto", description="how weights are held; native: as in the file, expanded to bf16 when multiplied"
+        default="auto",
+        description="how weights are held; native: quantised ones as in the file, expanded to bf16 when multiplied",
     )
     pre_tokenizer: Text | None = Field(default=None, description="pre-tokenizer name, for a GGUF file that names none")
 

@@ -40,7 +40,7 @@ OURS = "batchgen"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "int8": ("model.weights=int8",),
-    "native": ("model.weights=native",),
+    "bf16": ("model.weights=bf16",),
     "int8-kv": ("model.weights=int8", "engine.kv_dtype=int8"),
 }
 """Overrides of a job's spec; the system of a setting other than the default is called `batchgen-SETTING`."""

@@ -67,7 +67,7 @@ def figures(output: Path) -> dict[str, Any]:
         "steps": steps.height,
         **{name: steps[f"{name}_ns"].sum() / 1e9 for name in ("schedule", "forward", "sample", "write")},
         "first_tokens": results["token_ids"].list.first().to_list(),
-        **{name: job["identity"][name] for name in ("kernel", "weights", "kv_dtype")},
+        **job["numerics"],
     }
 
 

@@ -4,6 +4,7 @@ The block layouts are those of ggml-common.h (https://github.com/ggml-org/ggml);
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,25 +79,36 @@ def _q6_k(blocks: Bytes) -> Codes:
     return Codes(codes, 8, scales, None)
 
 
-UNPACKERS: dict[str, tuple[int, Callable[[Bytes], Codes]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A quantised type: bytes of a block, what makes codes (blocks, weights of a block) of it, and their format."""
+
+    nbytes: int
+    unpack: Callable[[Bytes], Codes]
+    bits: int
+    group: int
+    minima: bool
+
+
+UNPACKERS = {
+    "Q4_0": BlockType(18, _q4_0, 4, 32, True),
+    "Q4_1": BlockType(20, _q4_1, 4, 32, True),
+    "Q5_0": BlockType(22, _q5_0, 8, 32, False),
+    "Q5_1": BlockType(24, _q5_1, 8, 32, True),
+    "Q8_0": BlockType(34, _q8_0, 8, 32, False),
+    "Q4_K": BlockType(144, _q4_k, 4, 32, True),
+    "Q5_K": BlockType(176, _q5_k, 8, 32, True),
+    "Q6_K": BlockType(210, _q6_k, 8, 16, False),
 }
-"""By ggml's type: bytes of a block, and what makes codes (blocks, weights of a block) of it."""
+"""By ggml's name."""
 
 
 def unpack(type_name: str, raw: Bytes) -> Codes | None:
     """Codes of the stored rows (outputs, bytes of a row) of a matrix; None for types that are not kept as codes."""
     if type_name not in UNPACKERS:
         return None
-    block_bytes, make = UNPACKERS[type_name]
-    codes = make(np.ascontiguousarray(raw).reshape(-1, block_bytes))
+    block = UNPACKERS[type_name]
+    codes = block.unpack(np.ascontiguousarray(raw).reshape(-1, block.nbytes))
     rows = len(raw)
     minima = None if codes.minima is None else codes.minima.reshape(rows, -1)
     return Codes(codes.values.reshape(rows, -1), codes.bits, codes.scales.reshape(rows, -1), minima)

@@ -87,3 +87,13 @@ def test_times_of_every_operation(threads, count):
     assert (backend.times >= first).all()
     assert (backend.times[:, :, 0].sum(axis=0) > first[:, :, 0].sum(axis=0)).all()
     backend.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_chunks_leave_no_thread_without_work(threads):
+    for tokens in range(1, 5000, 37):
+        rows = program.chunk_rows(tokens, threads)
+        if rows:
+            rounds = -(-tokens // (rows * threads))
+            assert rows % 32 == 0 and program.LEAST_ROWS <= rows <= program.MOST_ROWS, tokens
+            assert tokens >= program.LEAST_SHARE * rounds * threads * rows, tokens

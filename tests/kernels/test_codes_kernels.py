@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from batchgen.io.gguf_codes import UNPACKERS
+from batchgen.kernels.cpu.backend import aligned_zeros
+from batchgen.kernels.cpu.pack import rows_to_bf16
 from batchgen.kernels.reference import round_bf16
 from tests.kernels.conftest import require
 from tests.kernels.kernel_programs import build, every_token, head, logits_of, relative_error, same_bits, signs
@@ -123,3 +125,23 @@ def gated_program(rng):
 def test_gate_and_up(kernel, open_backend, rng, kinds, outputs):
     """Of one format, which lie as codes, and of two, which do not."""
     check(open_backend, kernel, gated_program(rng), random_pairs(rng, *((k, outputs) for k in kinds)), outputs)
+
+
+def test_floats_of_any_kind_are_rounded_as_numpy_would():
+    """NaN stays NaN, whatever its payload."""
+    bits = np.array([0x7FFFE000, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0x3F808000, 0x3F818000, 0x00000001], np.uint32)
+    out = np.zeros((1, len(bits)), np.uint16)
+    rows_to_bf16(bits.view(np.float32)[None], out)
+    rounded = (out.astype(np.uint32) << 16).view(np.float32)[0]
+    np.testing.assert_array_equal(rounded, round_bf16(bits.view(np.float32)))
+
+
+def test_memory_that_is_not_there(monkeypatch):
+    """A kernel cache that cannot be read is an OSError, too, and must not be taken for it."""
+
+    def refuse(*arguments, **more):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(MemoryError, match="no room for 40 bytes"):
+        aligned_zeros(10, np.float32)

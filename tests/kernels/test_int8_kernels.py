@@ -160,3 +160,19 @@ def test_epilogues_give_the_same_bits_on_tiles_and_on_vectors(open_backend, add)
         for kernel in ("amx_bf16", "avx512_bf16")
     )
     assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["row", "weight"])
+def test_what_is_not_finite_does_not_become_an_answer(int8, open_backend, bad, where):
+    """An int8 code cannot hold it, so the scale does."""
+    table, norm, weight = inputs(96, 64)
+    if where == "row":
+        table[3, 50] = bad
+    else:
+        weight[5, 50] = bad
+    got = logits_of(open_head(open_backend, int8.kernel, table, norm, weight), every_token([3, 4]))
+    if where == "row":
+        assert not np.isfinite(got[0]).any() and np.isfinite(got[1]).all()
+    else:
+        assert not np.isfinite(got[:, 5]).any() and np.isfinite(np.delete(got, 5, axis=1)).all()

@@ -7,6 +7,13 @@ from batchgen.kernels.cpu.compiling import helper, inlined, spliced
 from batchgen.kernels.cpu.linear import fill_zeros, store_any, tile_address
 
 
+def scratch_bytes(dim: int) -> int:
+    """Of a thread, for a head padded to `dim`: the layouts of `attend_on_tiles` and `attend_on_vectors`, the larger."""
+    on_tiles = dim * 32 + 2 * 2048 + 2 * 1024 + dim * 64 + 256 + 2 * dim * 64
+    on_vectors = dim * 64 + 2 * 2048 + 128 + 2 * dim * 128
+    return max(on_tiles, on_vectors)
+
+
 @helper
 def query_address(model, kv_head, row):
     """Address of a query row; rows are tokens times the heads that share a KV head."""

@@ -74,7 +74,7 @@ def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size,
     return shared, count
 
 
-# On tiles: scratch holds q (dim/2, 16, 2) bf16 · three times scores (32, 16) · twice weights (16, 16, 2) bf16 ·
+# On tiles: scratch holds q (dim/2, 16, 2) bf16 · twice scores (32, 16) · twice weights (16, 16, 2) bf16 ·
 # acc (dim, 16) · maxima, sums (16) and visible keys (16,) int32, each lane a query · room for a block in bf16.
 
 
@@ -162,7 +162,7 @@ def weigh_keys(scores, p, reference, first, hidden, limits):
             left = simd.keep_above(left, limits, key, ZERO)
             right = simd.keep_above(right, limits, key + 1, ZERO)
         even, odd = even + left, odd + right
-        simd.store_pairs_bf16(p + key * 32, left, right)
+        simd.store_pairs_ties_away(p + key * 32, left, right)
     return even + odd
 
 

@@ -1,5 +1,6 @@
 """The CPU backend: packs weights, owns memory and threads, records the program and runs it."""
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable, Sequence
@@ -20,11 +21,12 @@ from batchgen.kernels.base import (
     StepResult,
     single_token_batch,
 )
-from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, records, tiles
+from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, records, sampling, tiles
+from batchgen.kernels.cpu.attend import scratch_bytes
 from batchgen.kernels.cpu.codes import block_bytes
 from batchgen.kernels.cpu.features import available_kernels
 from batchgen.kernels.cpu.head import HEAD_ROWS
-from batchgen.kernels.cpu.linear import BLOCK_BYTES, CHUNK_BYTES, PART_TILES
+from batchgen.kernels.cpu.linear import BLOCK_BYTES, INTEGERS_HEADER, PART_TILES, rows_at_once
 from batchgen.kernels.cpu.records import FORMAT_CODES, FORMAT_INT8, FORMAT_PANELS, HEAD_PAIRS, PARTIAL_FIELDS
 
 ALIGNMENT, HUGE_PAGE = 4096, 2 << 20
@@ -41,13 +43,20 @@ KV_SIZES = {"fp32": 4, "bf16": 2, "int8": 1, "q8_0": 1}
 
 
 def aligned_zeros(count: int, dtype: Any) -> NDArray[Any]:
-    """Zeros on a page boundary, on huge pages where the system has them; memory is taken only as it is touched."""
+    """Zeros on a page boundary, on huge pages where the system has them; memory is taken only as it is touched.
+
+    MemoryError when there is no room for them.
+    """
     dtype = np.dtype(dtype)
     size = count * dtype.itemsize
     alignment = HUGE_PAGE if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE") else ALIGNMENT
-    memory = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no room for {size} bytes") from error
     if alignment == HUGE_PAGE:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a system may know the request and not grant it
+            memory.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + size].view(dtype)
@@ -87,15 +96,14 @@ class Buffer:
         return self.array.ctypes.data
 
 
-def layout_of(matrix: Matrix) -> tuple[int, int, bool] | None:
+def format_of(matrix: Matrix) -> tuple[int, int, bool] | None:
     """How a matrix is quantised; None when it is not."""
     return matrix.format if isinstance(matrix, Codes) else None
 
 
 def most_rows(op: np.void, act_dtype: Any) -> int:
     """The most rows that `linear.row_chunk`, `program.chunk_rows` and the head take at a time."""
-    chunk = CHUNK_BYTES // (int(op["k"]) * np.dtype(act_dtype).itemsize) // 32 * 32
-    return max(64, chunk, program.MOST_ROWS + 32, HEAD_ROWS)
+    return max(rows_at_once(int(op["k"]), np.dtype(act_dtype).itemsize), program.MOST_ROWS, HEAD_ROWS)
 
 
 class StepArrays(NamedTuple):
@@ -208,7 +216,7 @@ class CpuBackend:
     def linear(self, parts: Sequence[Matrix]) -> tuple[Packed, ...]:
         """One weight, or one for each part when they are quantised in different ways."""
         columns = np.cumsum([0, *(p.shape[0] for p in parts)])
-        if self.weights_dtype == "native" and len({layout_of(p) for p in parts}) > 1 and not (columns % 32).any():
+        if self.weights_dtype == "native" and len({format_of(p) for p in parts}) > 1 and not (columns % 32).any():
             return tuple(self._pack([p], [0], pad(p.shape[0]), False) for p in parts)
         return (self._pack(parts, columns[:-1].tolist(), pad(int(columns[-1])), False),)
 
@@ -220,7 +228,7 @@ class CpuBackend:
     def _pack(self, parts: Sequence[Matrix], columns: list[int], n: int, alternate: bool) -> Packed:
         """Matrices that start at the given output columns, in one weight of `n` columns."""
         codes = [p for p in parts if isinstance(p, Codes)]
-        if self.weights_dtype == "native" and codes and len({layout_of(p) for p in parts}) == 1:
+        if self.weights_dtype == "native" and codes and len({format_of(p) for p in parts}) == 1:
             return self._pack_codes(codes, columns, n, alternate)
         arrays = [pack.expand_codes(p) if isinstance(p, Codes) else p for p in parts]
         if self.weights_dtype == "int8":
@@ -284,11 +292,12 @@ class CpuBackend:
         self._fill_model(rope)
         recorder = Recorder(self, shape, self._tokens, self._rows)
         forward(recorder)
-        self._ops = np.concatenate(recorder.ops)
+        self.operations = np.concatenate(recorder.ops)
         self._reserve_scratch()
-        self._ops["fused_end"] = program.fused_ends(self._ops)
-        self._counters = self._keep("counters", len(self._ops) * program.COUNTERS_PER_OP, np.int64)
-        self.times = np.zeros((self._threads, len(self._ops), 2), np.int64)
+        self.operations["fused_end"] = program.fused_ends(self.operations)
+        self._counters = self._keep("counters", len(self.operations) * program.COUNTERS_PER_OP, np.int64)
+        # Nanoseconds of work and of waiting for other threads, summed since loading; may be set to zero.
+        self.times = np.zeros((self._threads, len(self.operations), 2), np.int64)
         self._outputs()
 
     def _keep(self, name: str, count: int, dtype: Any) -> NDArray[Any]:
@@ -318,7 +327,7 @@ class CpuBackend:
             "page_size": limits.page_size,
             "pages": limits.num_pages,
             "max_tokens": self._tokens,
-            "q_scale": shape.head_dim**-0.5 * 1.4426950408889634,
+            "q_scale": shape.head_dim**-0.5 * sampling.LOG2_E,
         }
         for name, value in values.items():
             self._models[name] = value
@@ -335,21 +344,25 @@ class CpuBackend:
         self._models["tile_config"] = config.ctypes.data
 
     def _reserve_scratch(self) -> None:
-        """A piece for each thread: blocks of results; a pair of expanded panels; rows in int8; the head's blocks."""
-        dim, linears = pad(self._shape.head_dim), [op for op in self._ops if op["w"]]
-        row_bytes = max(int(op["k"]) * most_rows(op, self._act_dtype) for op in linears)
-        rows = max([64, *(most_rows(op, self._act_dtype) for op in linears if op["k"] > 32 * PART_TILES)])
-        has_integers = (self._ops["format"] == FORMAT_INT8).any()
-        sizes = {
-            "panels_offset": max(dim * 320 + 8704, rows // 32 * BLOCK_BYTES),  # attention uses the first piece, too
-            "codes_offset": int(self._ops["k"].max()) * 64,
-            "blocks_offset": 2 * row_bytes + (1 << 16) if has_integers else 0,
-            "scratch_bytes": HEAD_ROWS // 32 * HEAD_PAIRS * BLOCK_BYTES,
+        """For each thread: blocks of results, or what attention needs; expanded panels; rows in int8; the head's."""
+        linears = [op for op in self.operations if op["w"]]
+        most = max(most_rows(op, self._act_dtype) for op in linears)
+        in_parts = max([64, *(most_rows(op, self._act_dtype) for op in linears if op["k"] > 32 * PART_TILES)])
+        widest = int(self.operations["k"].max())
+        integers = max(pad(int(op["k"]), 64) * most_rows(op, self._act_dtype) for op in linears)
+        has_integers = (self.operations["format"] == FORMAT_INT8).any()
+        pieces = {
+            "blocks": max(scratch_bytes(pad(self._shape.head_dim)), in_parts // 32 * BLOCK_BYTES),
+            "panels": widest * 64,
+            "integers": INTEGERS_HEADER + pad(most * 4, ALIGNMENT) + integers if has_integers else 0,
+            "head": HEAD_ROWS // 32 * HEAD_PAIRS * BLOCK_BYTES,
         }
         end = 0
-        for name, size in sizes.items():
+        for name, size in pieces.items():
+            if name != "blocks":
+                self._models[f"{name}_offset"] = end
             end += pad(size, ALIGNMENT)
-            self._models[name] = end
+        self._models["scratch_bytes"] = end
         self._keep("scratch", end * self._threads, np.uint8)
 
     def _outputs(self) -> None:
@@ -389,7 +402,13 @@ class CpuBackend:
 
         def work(thread: int) -> None:
             program.run(
-                self._ops, self._models, self._steps, arrays, thread, self._vocab_scratch[thread], self.times[thread]
+                self.operations,
+                self._models,
+                self._steps,
+                arrays,
+                thread,
+                self._vocab_scratch[thread],
+                self.times[thread],
             )
 
         assert self._crew is not None, "run comes after build"

@@ -26,7 +26,7 @@ def expand_half(at, room, bits, scale, minimum):
             even, odd = simd.load_nibbles(at + pair * 16)
         else:
             even, odd = simd.load_byte_pairs(at + pair * 32)
-        simd.store_pairs_exact(room + pair * 64, simd.fma(even, scale, minimum), simd.fma(odd, scale, minimum))
+        simd.store_pairs_ties_even(room + pair * 64, simd.fma(even, scale, minimum), simd.fma(odd, scale, minimum))
 
 
 @helper

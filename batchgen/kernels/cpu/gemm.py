@@ -8,8 +8,8 @@ Layouts, shared by all kernels (K padded to 32, or to 64 for int8, and N to 32 w
 - weights in int8: panels of 16 columns with four consecutive k side by side, `(N/16, K/4, 16, 4)`, and activations to
   go with them in tiles of 16 rows x 64 columns, `(M/16, K/64, 16, 64)`. Their products are exact int32.
 
-`block` writes the 32 x 32 float32 result to a scratch of the calling thread; what becomes of it (stored, added, fed
-to SwiGLU, searched for the best token) is the epilogue's business, see program.py.
+A block of 32 x 32 results (float32, or int32 of int8) goes to a scratch of the calling thread; what becomes of it is
+said in linear.py (stored, added, fed to SwiGLU) and head.py (searched for the best token).
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ def head_item(op, model, rows, item, needs_logits, scratch):
     first, group = item // groups * HEAD_ROWS, item % groups
     end = min(rows, first + HEAD_ROWS)
     begin, stop = group * HEAD_PAIRS, min(op.n // 32, (group + 1) * HEAD_PAIRS)
-    blocks = scratch + model.blocks_offset
+    blocks = scratch + model.head_offset
     multiply_head(op, model, (first, end), (begin, stop), blocks, scratch)
     for row in range(first, end):
         c = blocks + (row - first) // 32 * HEAD_PAIRS * BLOCK_BYTES + (row - first) % 32 * 128
@@ -75,28 +75,28 @@ def hide_padding(model, c, begin, end):
 def keep_logits(model, c, begin, end, row):
     target = model.logits + (row * round_up(model.vocab, 32) + begin * 32) * 4
     for pair in range(end - begin):
-        simd.store(target + pair * 128, simd.load(c + pair * 4096))
-        simd.store(target + pair * 128 + 64, simd.load(c + pair * 4096 + 64))
+        simd.store(target + pair * 128, simd.load(c + pair * BLOCK_BYTES))
+        simd.store(target + pair * 128 + 64, simd.load(c + pair * BLOCK_BYTES + 64))
 
 
 @helper
 def head_row(c, column, pairs, partial):
-    """Maximum, sum of exponentials and arg-max of one row over `pairs` blocks, 4096 bytes apart."""
+    """Maximum, sum of exponentials and arg-max of one row over `pairs` blocks, BLOCK_BYTES apart."""
     left, right = simd.load(c), simd.load(c + 64)
     for pair in range(1, pairs):
-        left = simd.maximum(simd.load(c + pair * 4096), left)
-        right = simd.maximum(simd.load(c + pair * 4096 + 64), right)
+        left = simd.maximum(simd.load(c + pair * BLOCK_BYTES), left)
+        right = simd.maximum(simd.load(c + pair * BLOCK_BYTES + 64), right)
     top = simd.reduce_max(simd.maximum(left, right))
     highest, log2_e = simd.broadcast(top), simd.broadcast(np.float32(sampling.LOG2_E))
     even, odd = simd.broadcast(attention.ZERO), simd.broadcast(attention.ZERO)
     for pair in range(pairs):
-        even = even + simd.exp2((simd.load(c + pair * 4096) - highest) * log2_e)
-        odd = odd + simd.exp2((simd.load(c + pair * 4096 + 64) - highest) * log2_e)
+        even = even + simd.exp2((simd.load(c + pair * BLOCK_BYTES) - highest) * log2_e)
+        odd = odd + simd.exp2((simd.load(c + pair * BLOCK_BYTES + 64) - highest) * log2_e)
     simd.write_f32(partial, top)
     simd.write_f32(partial + 4, simd.reduce_add(even + odd))
     simd.write_i32(partial + 8, np.int32(column))  # stands if every logit is NaN
     for half in range(2 * pairs):
-        lane = simd.first_lane_equal(simd.load(c + half // 2 * 4096 + half % 2 * 64), top)
+        lane = simd.first_lane_equal(simd.load(c + half // 2 * BLOCK_BYTES + half % 2 * 64), top)
         if lane < 16:
             simd.write_i32(partial + 8, np.int32(column + half * 16 + lane))
             break

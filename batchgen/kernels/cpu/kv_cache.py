@@ -63,7 +63,7 @@ def value_place(model, elements, slot, dimension):
 
 @inlined
 def copy_bytes(source, target, count):
-    """Copy an even number of bytes, or one."""
+    """Copy `count` bytes, the largest pieces first."""
     while count >= 8:
         simd.write_i64(target, simd.read_i64(source))
         source, target, count = source + 8, target + 8, count - 8
@@ -89,11 +89,13 @@ def store_row(model, elements, slot, row, packed):
     else:
         width = model.dim // model.kv_groups
         for group in range(0, model.dim, width):
-            largest = simd.broadcast(np.float32(0))
+            largest, poison = simd.zero(), simd.zero()
             for i in range(group * 4, (group + width) * 4, 64):
                 largest = simd.maximum(largest, simd.absolute(simd.load(row + i)))
+                poison = simd.fma(simd.load(row + i), simd.zero(), poison)  # not zero when something is not finite
             top = simd.reduce_max(largest)
-            simd.write_f32(scale_address(model, elements, group, slot), top * np.float32(1 / 127))
+            scale = top * np.float32(1 / 127) + simd.reduce_add(poison)
+            simd.write_f32(scale_address(model, elements, group, slot), scale)
             inverse = simd.inverse_scale(simd.broadcast(top))
             for i in range(group, group + width, 16):
                 simd.store_i8(packed + i, simd.load(row + i * 4) * inverse)
@@ -127,15 +129,16 @@ def write_values(model, block, slot, count, source, stride, head_dim, columns):
     for i in range(0, head_dim, 16):
         simd.transpose(source + i * 4, stride, columns + i * 64, 64)
     for i in range(head_dim * 64, model.dim * 64, 64):
-        simd.store(columns + i, simd.broadcast(np.float32(0)))
-    packed, inverse = columns + model.dim * 64, simd.broadcast(np.float32(0))
+        simd.store(columns + i, simd.zero())
+    packed, inverse = columns + model.dim * 64, simd.zero()
     width = model.dim // model.kv_groups
     for i in range(model.dim):
         if model.kv_type == KV_INT8 and i % width == 0:
-            largest = simd.broadcast(np.float32(0))
+            largest, poison = simd.zero(), simd.zero()
             for j in range(i * 64, (i + width) * 64, 64):
                 largest = simd.maximum(largest, simd.absolute(simd.load(columns + j)))
-            simd.store(packed, largest * simd.broadcast(np.float32(1 / 127)))
+                poison = simd.fma(simd.load(columns + j), simd.zero(), poison)
+            simd.store(packed, largest * simd.broadcast(np.float32(1 / 127)) + poison)
             copy_bytes(packed, scale_address(model, values, i, slot), count * 4)
             inverse = simd.inverse_scale(largest)
         place = value_place(model, values, slot, i)
@@ -229,7 +232,7 @@ def copy_slots(model, layer, source, target, count):
 @helper
 def clear_page(model, page, layer):
     """Zero a new page's values: attention multiplies the slots past a sequence's end by zero, and 0 * NaN is NaN."""
-    zero = simd.broadcast(np.float32(0))
+    zero = simd.zero()
     for offset in range(0, model.page_size, 32):
         for h in range(model.kv_heads):
             values = block_address(model, layer, page, offset, h) + block_bytes(model)

@@ -16,6 +16,8 @@ PART_TILES = 20
 """Tiles along K whose two panels fit the first-level cache (40 KiB)."""
 BLOCK_BYTES = 4096
 """A block of 32 x 32 results."""
+INTEGERS_HEADER = 64
+"""Bytes before a thread's rows in int8, which say which rows they are."""
 
 
 @inlined
@@ -36,7 +38,7 @@ def store_any(address, value, is_bf16):
 @helper
 def fill_zeros(address, size):
     for i in range(0, size, 64):
-        simd.store(address + i, simd.broadcast(np.float32(0)))
+        simd.store(address + i, simd.zero())
 
 
 @inlined
@@ -185,8 +187,8 @@ def activation(op, model, rows, scratch):
     """Addresses of the rows' tiles and of their scales; for int8 weights they are quantised into the scratch, once."""
     if op.format != FORMAT_INT8:
         return op.x + rows[0] * op.k * (2 if model.act_bf16 else 4), np.int64(0)
-    key = scratch + model.codes_offset
-    scales = key + 64
+    key = scratch + model.integers_offset
+    scales = key + INTEGERS_HEADER
     x = scales + round_up((rows[1] - rows[0]) * 4, 4096)
     if simd.read_i64(key) != rows[0] + 1:
         quantise_rows(op, model, rows, x, scales)
@@ -198,7 +200,7 @@ def activation(op, model, rows, scratch):
 def forget_activation(op, model, scratch):
     """Before the first of a thread's items of an operation: rows that lie quantised in the scratch are of another."""
     if op.format == FORMAT_INT8:
-        simd.write_i64(scratch + model.codes_offset, 0)
+        simd.write_i64(scratch + model.integers_offset, 0)
 
 
 @inlined
@@ -212,19 +214,20 @@ def quantise_rows(op, model, rows, x, scales):
     size, width = 2 if model.act_bf16 else 4, round_up(op.k, 64)
     for row in range(rows[0], rows[1]):
         source, number = tile_address(op.x, row, 0, op.k, size), row - rows[0]
-        largest = simd.broadcast(np.float32(0))
+        largest, poison = simd.zero(), simd.zero()
         for i in range(0, op.k, 16):
             value = simd.load_any(source + (i // 32 * 512 + i % 32) * size, model.act_bf16)
             largest = simd.maximum(largest, simd.absolute(value))
+            poison = simd.fma(value, simd.zero(), poison)  # not zero when something is not finite
         top = simd.reduce_max(largest)
-        simd.write_f32(scales + number * 4, top * np.float32(1 / 127))
+        simd.write_f32(scales + number * 4, top * np.float32(1 / 127) + simd.reduce_add(poison))
         inverse = simd.inverse_scale(simd.broadcast(top))
         target = x + number // 16 * width * 16 + number % 16 * 64
         for i in range(0, op.k, 16):
             value = simd.load_any(source + (i // 32 * 512 + i % 32) * size, model.act_bf16)
             simd.store_i8(target + i // 64 * 1024 + i % 64, value * inverse)
         for i in range(op.k, width, 16):
-            simd.store_i8(target + i // 64 * 1024 + i % 64, simd.broadcast(np.float32(0)))
+            simd.store_i8(target + i // 64 * 1024 + i % 64, simd.zero())
 
 
 @spliced
@@ -251,10 +254,17 @@ def count_pairs(op):
     return (2 * op.n if op.code == LINEAR_SWIGLU else op.n) // 32
 
 
+def rows_at_once(k: int, size: int) -> int:
+    """Rows of `k` elements of `size` bytes that an item takes, so that they stay in a core's second-level cache."""
+    return max(64, CHUNK_BYTES // (k * size) // 32 * 32)
+
+
+_rows_at_once = helper(rows_at_once)
+
+
 @helper
 def row_chunk(op, model):
-    """Rows that an item takes at a time, so that they stay in a core's second-level cache."""
-    return max(64, CHUNK_BYTES // (op.k * (2 if model.act_bf16 else 4)) // 32 * 32)
+    return _rows_at_once(op.k, 2 if model.act_bf16 else 4)
 
 
 @helper

@@ -1,17 +1,24 @@
 """Weights into the layouts of gemm.py and codes.py, once, at load."""
 
 import numpy as np
-from numba import njit
 
 from batchgen.kernels.base import Codes
 from batchgen.kernels.cpu.codes import block_bytes
-from batchgen.kernels.cpu.compiling import compiled
+from batchgen.kernels.cpu.compiling import compiled, inlined
 
 
-@njit(nogil=True, inline="always")
+@inlined
 def round_to_bf16(bits):
-    """Bits of a float32 to the bits of the nearest bfloat16, ties to even."""
+    """Bits of a float32 to the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        return np.uint16(0x7FC0)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@inlined
+def column_of(row, first, alternate):
+    """Output column of a matrix' row; `alternate` leaves every second panel to another matrix."""
+    return first + (row // 16 * 32 + row % 16 if alternate else row)
 
 
 @compiled
@@ -24,9 +31,7 @@ def _convert_rows(bits, out):
 @compiled
 def _fill_bf16(bits, panels, k, column, alternate):
     for r in range(bits.shape[0]):
-        c = column + r
-        if alternate:
-            c = column + r // 16 * 32 + r % 16
+        c = column_of(r, column, alternate)
         panel = c // 16 * (k * 16)
         for i in range(bits.shape[1]):
             panels[panel + i // 2 * 32 + c % 16 * 2 + i % 2] = round_to_bf16(bits[r, i])
@@ -35,9 +40,7 @@ def _fill_bf16(bits, panels, k, column, alternate):
 @compiled
 def _fill_fp32(rows, panels, k, column, alternate):
     for r in range(rows.shape[0]):
-        c = column + r
-        if alternate:
-            c = column + r // 16 * 32 + r % 16
+        c = column_of(r, column, alternate)
         panel = c // 16 * (k * 16)
         for i in range(rows.shape[1]):
             panels[panel + i * 16 + c % 16] = rows[r, i]
@@ -56,21 +59,20 @@ def _expand(values, scales, minima, out):
 @compiled
 def _quantise(rows, codes, scales):
     for r in range(rows.shape[0]):
-        largest = np.float32(0)
+        largest, poison = np.float32(0), np.float32(0)
         for i in range(rows.shape[1]):
             largest = max(largest, abs(rows[r, i]))
+            poison += rows[r, i] * np.float32(0)  # not zero when something is not finite
         inverse = np.float32(127) / largest if largest > np.float32(1e-35) else np.float32(0)
         for i in range(rows.shape[1]):
             codes[r, i] = np.int8(np.rint(rows[r, i] * inverse))
-        scales[r] = largest * np.float32(1 / 127)
+        scales[r] = largest * np.float32(1 / 127) + poison
 
 
 @compiled
 def _fill_int8(values, panels, k, column, alternate):
     for r in range(values.shape[0]):
-        c = column + r
-        if alternate:
-            c = column + r // 16 * 32 + r % 16
+        c = column_of(r, column, alternate)
         panel = c // 16 * (k * 16)
         for i in range(values.shape[1]):
             panels[panel + i // 4 * 64 + c % 16 * 4 + i % 4] = values[r, i]
@@ -82,9 +84,7 @@ def _fill_codes(values, bits, scales, minima, panels, panel_bytes, block, column
     parts = scales.shape[1] // (values.shape[1] // 32)
     head = parts * 64 * (2 if minima.shape[1] else 1)
     for r in range(values.shape[0]):
-        c = column + r
-        if alternate:
-            c = column + r // 16 * 32 + r % 16
+        c = column_of(r, column, alternate)
         lane = c % 16
         for b in range(values.shape[1] // 32):
             at = c // 16 * panel_bytes + b * block
@@ -104,11 +104,16 @@ def _fill_codes(values, bits, scales, minima, panels, panel_bytes, block, column
                     panels[at + head + pair * 32 + lane * 2 + 1] = odd
 
 
+def _minima(codes: Codes) -> np.ndarray:
+    """(outputs, groups), or no columns where there are none."""
+    return np.ascontiguousarray(np.empty((len(codes.values), 0), np.float32) if codes.minima is None else codes.minima)
+
+
 def fill_codes(codes: Codes, panels: np.ndarray, column: int, alternate: bool) -> None:
     """Lay a quantised matrix into flat uint8 panels, from output column `column` on; see codes.py."""
     block = block_bytes(codes.bits, codes.group, codes.minima is not None)
     scales = np.ascontiguousarray(codes.scales).view(np.uint32)
-    minima = scales[:, :0] if codes.minima is None else np.ascontiguousarray(codes.minima).view(np.uint32)
+    minima = _minima(codes).view(np.uint32)
     values = np.ascontiguousarray(codes.values).view(np.uint8)
     _fill_codes(values, codes.bits, scales, minima, panels, codes.shape[1] // 32 * block, block, column, alternate)
 
@@ -116,8 +121,7 @@ def fill_codes(codes: Codes, panels: np.ndarray, column: int, alternate: bool) -
 def expand_codes(codes: Codes) -> np.ndarray:
     """`Codes.weights`, faster."""
     out = np.empty(codes.shape, np.float32)
-    minima = codes.scales[:, :0] if codes.minima is None else codes.minima
-    _expand(codes.values, codes.scales, minima, out)
+    _expand(np.ascontiguousarray(codes.values), np.ascontiguousarray(codes.scales), _minima(codes), out)
     return out
 
 
@@ -136,7 +140,7 @@ def rows_to_bf16(rows: np.ndarray, out: np.ndarray) -> None:
 def fill_panels(rows: np.ndarray, panels: np.ndarray, k: int, column: int, alternate: bool) -> None:
     """Lay (outputs, inputs) float32 rows into flat panels of `k` padded inputs, from output column `column` on.
 
-    `alternate` leaves every second panel to another matrix. uint16 panels hold bfloat16 pairs, float32 ones floats, and
+    See `column_of` for `alternate`. uint16 panels hold bfloat16 pairs, float32 ones floats, and
     int8 ones take rows of int8.
     """
     if panels.dtype == np.int8:

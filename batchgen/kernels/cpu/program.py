@@ -2,8 +2,8 @@
 
 A program is an array of `OP_DTYPE` records, made once at load (backend.py). `run` is entered by all threads at once for
 a whole step: for each operation the threads take work items from a shared counter, so that a thread that the system
-set aside delays nobody until the barrier at the operation's end. The split into items depends on shapes alone, never on
-the number of threads.
+set aside delays nobody until the barrier at the operation's end. Results do not depend on the split
+into items.
 """
 
 import numpy as np
@@ -39,6 +39,9 @@ from batchgen.kernels.cpu.records import (
 ROW_BY_ROW = (EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE)
 LEAST_ROWS, MOST_ROWS = 96, 256
 """Per chunk: fewer do not pay for reading all weights, more leave the second-level cache."""
+
+LEAST_SHARE = 0.8
+"""Of the rows of all threads' chunks that must be filled; else threads would wait for each other."""
 
 COUNTERS_PER_OP = 8
 
@@ -282,7 +285,8 @@ def chunk_rows(tokens: int, threads: int) -> int:
     """Rows that a thread takes through several operations at once, or 0 when each operation is split over threads."""
     chunks = threads * -(-tokens // (threads * MOST_ROWS))
     rows = -(-tokens // chunks)
-    return -(-rows // 32) * 32 if rows >= LEAST_ROWS else 0
+    padded = -(-rows // 32) * 32
+    return padded if rows >= LEAST_ROWS and tokens >= LEAST_SHARE * chunks * padded else 0
 
 
 @compiled

@@ -63,8 +63,8 @@ MODEL_DTYPE = np.dtype(
         ("tile_config", np.int64),
         ("scratch", np.int64),
         ("panels_offset", np.int64),  # bytes into a thread's scratch: a pair of expanded panels
-        ("codes_offset", np.int64),  # rows in int8
-        ("blocks_offset", np.int64),  # and blocks of logits
+        ("integers_offset", np.int64),  # rows in int8
+        ("head_offset", np.int64),  # and blocks of logits
         ("scratch_bytes", np.int64),
     ],
     align=True,

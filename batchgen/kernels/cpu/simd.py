@@ -147,9 +147,8 @@ def emit_exp2(builder: Any, x: Any) -> Any:
     return builder.bitcast(builder.add(builder.bitcast(p, VI32), shift), V32)
 
 
-CENTRED_EXP2 = (0.009582852013409138, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163, 1.0)
 UNIT_EXP2 = (0.013534167781472206, 0.052011460065841675, 0.2414427548646927, 0.6930038332939148, 1.0000026226043701)
-"""Coefficients of 2**r for r in [-0.5, 0.5] and in [0, 1], the highest first."""
+"""Coefficients of 2**r for r in [0, 1], the highest first: a minimax fit of degree 4."""
 
 
 def _polynomial(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
@@ -160,23 +159,13 @@ def _polynomial(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def emit_exp2_bf16(builder: Any, x: Any) -> Any:
-    """2**x to 3e-6, far below what bfloat16 resolves, x less than 127; NaN stays NaN.
-
-    A minimax polynomial of degree 4. Without AVX-512's instructions for the exponent, x is taken as at least -126, and
-    adding and subtracting 1.5 * 2**23 rounds it to an integer, whose bits then are the sum's last.
-    """
-    if HAS_AVX512:
-        keep, mask, rounding = ir.Constant(V32, ir.Undefined), I16(-1), I32(4)
-        floor = I32(1)
-        r = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", V32, [x, floor, keep, mask, rounding])
-        p = _polynomial(builder, r, UNIT_EXP2)
-        return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", V32, [p, x, keep, mask, rounding])
-    x = builder.select(builder.fcmp_ordered("<", x, constant(-126.0)), constant(-126.0), x)
-    shifted = builder.fadd(x, constant(12582912.0))
-    r = builder.fsub(x, builder.fsub(shifted, constant(12582912.0)))
-    p = _polynomial(builder, r, CENTRED_EXP2)
-    exponent = builder.shl(builder.bitcast(shifted, VI32), int_constant(23))
-    return builder.bitcast(builder.add(builder.bitcast(p, VI32), exponent), V32)
+    """2**x to 3e-6, far below what bfloat16 resolves, x less than 127; NaN stays NaN."""
+    if not HAS_AVX512:  # there are no tiles either, so nothing depends on its speed
+        return emit_exp2(builder, x)
+    keep, mask, rounding, floor = ir.Constant(V32, ir.Undefined), I16(-1), I32(4), I32(1)
+    r = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", V32, [x, floor, keep, mask, rounding])
+    p = _polynomial(builder, r, UNIT_EXP2)
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", V32, [p, x, keep, mask, rounding])
 
 
 def emit_maximum(builder: Any, a: Any, b: Any) -> Any:
@@ -338,7 +327,7 @@ load_nibbles, load_byte_pairs = _pair_loader(4), _pair_loader(8)
 
 
 @intrinsic
-def store_pairs_exact(typingctx, address, a, b):
+def store_pairs_ties_even(typingctx, address, a, b):
     """Sixteen (a, b) pairs of bfloat16 to an address, lane i's at 4 * i; rounded to nearest even."""
 
     def codegen(context, builder, sig, args):
@@ -449,7 +438,7 @@ def any_above(typingctx, a, b):
 
 
 @intrinsic
-def store_pairs_bf16(typingctx, address, a, b):
+def store_pairs_ties_away(typingctx, address, a, b):
     """Sixteen (a, b) pairs of bfloat16 to an address, lane i's at 4 * i; rounded to nearest, ties away from zero."""
 
     def codegen(context, builder, sig, args):
@@ -522,7 +511,12 @@ def _vector_mul(a, b):
 def _reader(numba_type: types.Type, llvm_type: ir.Type) -> Any:
     @intrinsic
     def read(typingctx, address):
-        return numba_type(INT64), lambda context, builder, sig, args: builder.load(pointer(builder, args[0], llvm_type))
+        def codegen(context, builder, sig, args):
+            value = builder.load(pointer(builder, args[0], llvm_type))
+            value.align = 1
+            return value
+
+        return numba_type(INT64), codegen
 
     return read
 
@@ -531,7 +525,7 @@ def _writer(numba_type: types.Type, llvm_type: ir.Type) -> Any:
     @intrinsic
     def write(typingctx, address, value):
         def codegen(context, builder, sig, args):
-            builder.store(args[1], pointer(builder, args[0], llvm_type))
+            builder.store(args[1], pointer(builder, args[0], llvm_type)).align = 1
             return context.get_dummy_value()
 
         return VOID(INT64, numba_type), codegen

@@ -1,7 +1,8 @@
 """AMX tile instructions as njit calls. Tile numbers are immediates, so each function names its own.
 
 Where the host has no AMX they compile to nothing (LLVM could not encode them); the backend never takes that path there.
-Tile use: 0-3 accumulate, 4-5 hold rows of A, 6-7 columns of B. Every tile is 16 rows of 64 bytes.
+In products 0-3 accumulate, 4-5 hold rows of A, 6-7 columns of B; in attention 0-5 accumulate, 7 is A, 6 is B. Every
+tile is 16 rows of 64 bytes.
 """
 
 from typing import Any
@@ -69,9 +70,7 @@ stream4, stream5 = (_operation("tileloaddt164", (t,), pointer_arg=True, stride_a
 store0, store1, store2, store3, store4, store5 = (
     _operation("tilestored64", (t,), pointer_arg=True, stride_arg=True) for t in range(6)
 )
-dot_046, dot_147, dot_256, dot_357, dot_156 = (
-    _operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7), (1, 5, 6))
-)
+dot_046, dot_147, dot_256, dot_357 = (_operation("tdpbf16ps", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)))
 idot_046, idot_147, idot_256, idot_357 = (
     _operation("tdpbssd", t) for t in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7))
 )
