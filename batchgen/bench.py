@@ -82,7 +82,7 @@ class StepWork:
 class KernelFigure:
     """One kind of kernel in a step: seconds at work (mean of the threads), the least bytes and operations.
 
-    `limit` is what would take longer at the machine's rates, `memory` or `multiply`, and `share` how much of that
+    `limit` is what would take longer at the machine's rates, `memory` or `multiply`, and `of_limit` how much of that
     rate is reached. It can exceed 1 where data stay in a cache.
     """
 
@@ -93,7 +93,8 @@ class KernelFigure:
     bytes_per_s: float
     operations_per_s: float
     limit: str
-    share: float
+    of_limit: float
+    of_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,12 +288,17 @@ def step_figure(
         tokens_per_s=work.tokens / seconds,
         waiting=float(waiting.sum()) / seconds,
         outside=max(0.0, 1 - float(working.sum() + waiting.sum()) / seconds),
-        kernels=[_kernel_figure(code, ops, working, work, limits) for code in codes],
+        kernels=[_kernel_figure(code, ops, working, work, limits, seconds) for code in codes],
     )
 
 
 def _kernel_figure(
-    code: int, ops: NDArray[np.void], working: NDArray[np.float64], work: StepWork, limits: Limits
+    code: int,
+    ops: NDArray[np.void],
+    working: NDArray[np.float64],
+    work: StepWork,
+    limits: Limits,
+    step_seconds: float,
 ) -> KernelFigure:
     chosen = ops["code"] == code
     each = [(*least_work(op, work), multiply_limit(op, limits)) for op in ops[chosen]]
@@ -308,7 +314,8 @@ def _kernel_figure(
         bytes_per_s=size / seconds,
         operations_per_s=count / seconds,
         limit="memory" if moving >= multiplying else "multiply",
-        share=max(moving, multiplying) / seconds,
+        of_limit=max(moving, multiplying) / seconds,
+        of_step=seconds / step_seconds,
     )
 
 

@@ -346,13 +346,13 @@ def _show_step(step: "StepFigure") -> None:
     print(f"\n{shape.name}: {size}: {step.seconds * 1e3:,.2f} ms, {step.tokens_per_s:,.0f} tokens/s; {ends}")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("kernel", no_wrap=True)
-    for name in ("ms", "share", "MB", "GFLOP", "GB/s", "GFLOP/s", "of its limit"):
+    for name in ("ms", "of step", "MB", "GFLOP", "GB/s", "GFLOP/s", "of its limit"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in step.kernels:
-        times = (f"{row.seconds * 1e3:,.2f}", f"{row.seconds / step.seconds:.0%}")
+        times = (f"{row.seconds * 1e3:,.2f}", f"{row.of_step:.0%}")
         moved = (f"{row.bytes / 1e6:,.1f}", f"{row.operations / 1e9:,.1f}")
         speed = (f"{row.bytes_per_s / 1e9:,.1f}", f"{row.operations_per_s / 1e9:,.0f}")
-        table.add_row(row.kernel, *times, *moved, *speed, f"{row.share:.0%} {row.limit}")
+        table.add_row(row.kernel, *times, *moved, *speed, f"{row.of_limit:.0%} {row.limit}")
     Console().print(table)
 
 

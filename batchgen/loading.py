@@ -219,6 +219,9 @@ def compile_all(numerics: Numerics, on_message: Callable[[str], None]) -> None:
     backend.build(lambda ops: forward(ops, config, weights), shape, limits, config.rope_table())
     compile_kernels(backend, on_message)
     backend.close()
+    for other in {"fp32", "bf16", "native", "int8"} - {numerics.weights}:  # what packs them is compiled, too
+        kernel = "portable" if other == "fp32" else numerics.kernel
+        load_llama(_Zeros(shape), config, make_backend(Numerics(kernel, other, numerics.kv_dtype), 1))
 
 
 class _Zeros:

@@ -197,7 +197,7 @@ def _identity(spec: JobSpec, table: InputTable, sha256: str, numerics: Numerics)
         "batchgen": __version__,
         "kernel": numerics.kernel,
         "fused_multiply_add": has_fma(),
-        "weights": "bf16" if numerics.weights == "native" else numerics.weights,  # the same bits
+        "weights": "bf16 or native" if numerics.weights in ("bf16", "native") else numerics.weights,  # the same bits
         "kv_dtype": numerics.kv_dtype,
     }
 

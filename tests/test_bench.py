@@ -83,7 +83,7 @@ def test_figures_of_a_step() -> None:
     assert (linear.kernel, linear.bytes, linear.operations) == ("linear", 24576, 147456)
     assert linear.seconds == pytest.approx(4e-6)
     assert linear.bytes_per_s == pytest.approx(24576 / 4e-6)
-    assert (linear.limit, linear.share) == ("memory", pytest.approx(24576 / 10e9 / 4e-6))
+    assert (linear.limit, linear.of_limit) == ("memory", pytest.approx(24576 / 10e9 / 4e-6))
 
 
 def test_int8_weights_have_a_limit_of_their_own() -> None:
