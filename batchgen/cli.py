@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(str(error), STOPPED)
     except MemoryError as error:
-        text = f"not enough memory ({error}); lower engine.kv_memory, max_batch_tokens or max_num_seqs"
+        what = f" ({error})" if str(error) else ""
+        text = f"not enough memory{what}; lower engine.kv_memory, max_batch_tokens or max_num_seqs, or free some"
         return _fail(text, STOPPED)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)

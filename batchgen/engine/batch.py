@@ -9,6 +9,8 @@ from batchgen.engine.sampler import SamplerInputs
 from batchgen.engine.scheduler import StepPlan
 from batchgen.kernels.base import StepBatch
 
+LEAST_SHARED_TOKENS = 128
+"""Below, a barrier and the state carried over cost more than reading the keys once saves (benchmarks/LOG.md)."""
 MAX_LEVELS = 32
 """Of nested prefixes that are looked into when neighbours are grouped."""
 
@@ -59,6 +61,7 @@ def _shared_runs(
     full = np.where(counts == 1, starts // page_size, 0)  # pages that end before the first query
     equal = np.logical_and.accumulate(tables[1:] == tables[:-1], axis=1).sum(axis=1)
     common = np.minimum(equal, np.minimum(full[1:], full[:-1]))
+    common[common * page_size < LEAST_SHARED_TOKENS] = 0
     runs: list[tuple[int, int, int]] = []
     _best_runs(common, 0, len(starts), runs)
     return np.array(runs, np.int32).reshape(-1, 3)

@@ -105,6 +105,13 @@ def test_a_run_has_only_pages_that_end_before_every_query() -> None:
     assert shared(tables, [3, 8]) == []
 
 
+def test_short_runs_are_left_to_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.engine.batch.LEAST_SHARED_TOKENS", 2 * PAGE)
+    tables = [[1, 2, 3], [1, 2, 3], [1, 4, 5]]
+    assert shared(tables, [8, 8, 8]) == [[0, 2, 2]]
+    assert shared(tables[1:], [8, 8]) == []
+
+
 def test_prefill_takes_no_part_in_a_run() -> None:
     tables = [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
     assert shared(tables, [8, 8, 8], [1, 2, 1]) == []
