@@ -1,4 +1,4 @@
-"""batchgen and OpenVINO GenAI side by side on the workloads, then every target beside today's figure.
+"""batchgen and OpenVINO GenAI side by side, then every target beside today's figure, then each kernel's roofline.
 
     python -m benchmarks.compare [--peer-python PATH] [--workloads decode ...] [--settings default int8 ...]
                                  [--targets gemm ...] [--repeats 3] [--output FILE]
@@ -357,6 +357,13 @@ def main() -> None:
             keep(f"{target.name}: {row.figure}, others {row.others:.2f}")
     keep("" if args.rows is None else f"only {args.rows} rows of every table: not the workloads that the targets mean")
     show(runs, outcomes, facts, Console(width=max(WIDTH, console.width)))
+    if args.targets:
+        roofline(model)
+
+
+def roofline(model: Path) -> None:
+    """Print each kernel's time, bytes and operations beside the machine's limits."""
+    subprocess.run([sys.executable, "-m", "batchgen", "bench", str(model)], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":
