@@ -163,12 +163,14 @@ def keys_on_tiles(model, block, room):
     """Address of a block's keys in bfloat16, expanded into `room` unless they are."""
     if model.kv_type == KV_BF16:
         return block
-    for i in range(0, model.dim, 32):
-        scales = scale_address(model, block, i, 0)
-        for slot in range(32):
-            scale = simd.broadcast(simd.read_f32(scales + slot * 4))
-            place = key_place(model, block, slot, i)
-            simd.expand_i8(place, scale, scale, room + (place - block) * 2)
+    source, target = block, room
+    for half in range(2):
+        for i in range(0, model.dim, 32):
+            scales = scale_address(model, block, i, half * 16)
+            for _ in range(16):  # keys lie one after the other, see `key_place`
+                scale = simd.broadcast(simd.read_f32(scales))
+                simd.expand_i8(source, scale, scale, target)
+                source, target, scales = source + 32, target + 64, scales + 4
     return room
 
 
@@ -179,11 +181,13 @@ def values_on_tiles(model, block, room):
     if model.kv_type == KV_BF16:
         return values
     width = model.dim // model.kv_groups
+    source, target = values, room
     for group in range(0, model.dim, width):
         scales = scale_address(model, values, group, 0)
         left, right = simd.load(scales), simd.load(scales + 64)
-        for i in range(group, group + width):
-            simd.expand_i8(values + i * 32, left, right, room + i * 64)
+        for _ in range(width):
+            simd.expand_i8(source, left, right, target)
+            source, target = source + 32, target + 64
     return room
 
 
