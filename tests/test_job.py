@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError
 from batchgen.runner import plan_job
 from tests.conftest import DATA, ROOT
@@ -139,12 +140,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no sharing": {"engine": {"prefix_sharing": False}},
     "one thread": {"engine": {"threads": 1}},
     "little memory": {"engine": {"kv_memory": "11MiB"}},
+    "set back": {"engine": {"kv_memory": "11MiB"}},
     "large pages": {"engine": {"page_size": 64}},
 }
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "n": 2, "repetition_penalty": 1.1}])
-def test_the_same_bits_whatever_the_batch(make_spec, run, tmp_path: Path, sampling: dict[str, Any]) -> None:
+def test_the_same_bits_whatever_the_batch(
+    make_spec, run, tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table, sampling = small_table(tmp_path), {"max_tokens": 12, "seed": 3, **sampling}
 
     def spec(name: str, path: Path = table, **sections: Any) -> Any:
@@ -156,9 +160,13 @@ def test_the_same_bits_whatever_the_batch(make_spec, run, tmp_path: Path, sampli
     assert len(wanted) == 18 * sampling.get("n", 1)
     for number, (title, sections) in enumerate(SETTINGS.items()):
         other = spec(f"other-{number}", **sections)
-        run(other)
+        with monkeypatch.context() as patch:
+            if title == "set back":  # jobs this small admit nobody in the hope of a short answer
+                patch.setattr(Scheduler, "_may_risk", lambda self, sequence: not sequence.set_back)
+                patch.setattr(LengthEstimate, "tokens", lambda self, room: 1)
+            run(other)
         assert answers(other) == wanted, title
-        if title == "little memory" and "n" in sampling:
+        if title == "set back" and "n" in sampling:
             assert job(other)["preemptions"] > 0
     shuffled = tmp_path / "shuffled.parquet"
     unique = pl.read_parquet(table).head(15)

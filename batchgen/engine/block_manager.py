@@ -43,6 +43,9 @@ class BlockManager:
     def is_shared(self, page: int) -> bool:
         return self._references[page] > 1
 
+    def num_holders(self, page: int) -> int:
+        return self._references[page]
+
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Every page is either free or held exactly as often as `holders` list it; BatchgenError otherwise."""
         counts = [0] * self.num_pages

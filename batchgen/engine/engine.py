@@ -44,6 +44,7 @@ class EngineLimits:
     context_length: int
     vocab_size: int
     prefix_sharing: bool = True
+    prefill_first: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +78,7 @@ class Engine:
             max_batch_tokens=limits.max_batch_tokens,
             max_num_seqs=limits.max_num_seqs,
             prefix_sharing=limits.prefix_sharing,
+            prefill_first=limits.prefill_first,
         )
         self._sampler = Sampler(detokenizer.eos_token_ids)
         self._step = 0
@@ -89,22 +91,19 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. What cannot be answered is refused at once and returned by the next `step`."""
-        now = self._clock()
+        now, prompt = self._clock(), request.prompt_token_ids
         samples = []
         for sample in request.samples:
-            failure = self.admission.refusal(request.prompt_token_ids, sample.params)
+            failure = self.admission.refusal(prompt, sample.params)
             if failure or sample.params.max_tokens == 0:
                 self._answer_at_once(request, sample, failure, now)
             else:
-                key = 0 if sample.params.greedy else random_key(request.prompt_token_ids, sample.params)
-                samples.append(replace(sample, rng_key=key))
-        if not samples:
-            return
-        room = max(self.admission.room(len(request.prompt_token_ids), s.params) for s in samples)
-        tokens = np.zeros(len(request.prompt_token_ids) + room, np.int32)
-        tokens[: len(request.prompt_token_ids)] = request.prompt_token_ids
-        accepted = Request(request.prompt_token_ids, tuple(samples))
-        self.scheduler.add(Sequence(accepted, tokens, len(request.prompt_token_ids), now))
+                key = 0 if sample.params.greedy else random_key(prompt, sample.params)
+                samples.append(replace(sample, rng_key=key, room=self.admission.room(len(prompt), sample.params)))
+        if samples:
+            tokens = np.zeros(len(prompt) + samples[0].room, np.int32)
+            tokens[: len(prompt)] = prompt
+            self.scheduler.add(Sequence(replace(request, samples=tuple(samples)), tokens, len(prompt), now))
 
     def step(self) -> tuple[list[RequestOutput], StepRecord | None]:
         """Run one step; returns finished answers and what the step did (None when there was nothing to run)."""
@@ -178,7 +177,7 @@ class Engine:
         stop = self._watch(sequence, token) if params.stop else None
         if stop is not None:
             return self._finish(sequence, "stop", stop, now)
-        if sequence.num_generated >= self.admission.room(sequence.num_prompt_tokens, params):
+        if sequence.num_generated >= sequence.room:
             return self._finish(sequence, "length", None, now)
         return []
 

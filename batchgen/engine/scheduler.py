@@ -1,21 +1,29 @@
 """Which sequences run in a step, and how many tokens of each.
 
-Sequences are admitted in the order of the plan, so a new one finds all it can share in its predecessor, the
-*frontier*. Every layer writes the keys and values of all the step's tokens before attention reads any, so a sequence
-may share tokens that are computed in the same step: nobody waits, nobody computes them again. A page that is shared
-and about to be written is first copied (by the same step, see `StepBatch.copies`), which is how a divergence inside a
-page and the samples of one prompt are served.
+Sequences are admitted in the order of the plan, so a new one finds all it can share in the one admitted before it, the
+*frontier* (of its lane, where a plan is run from both ends, or of the other). Every layer writes the keys and values
+of all the step's tokens before attention reads any, so a sequence may share tokens that are computed in the same step:
+nobody waits, nobody computes them again. A page that is shared and about to be written is first copied (by the same
+step, see `StepBatch.copies`), which is how a divergence inside a page and the samples of one prompt are served.
+
+Who is admitted has pages reserved for the longest answer it may give, so memory never runs out under it and nothing is
+computed twice. Some are admitted in the hope of an answer as long as those that have finished; when they outgrow it and
+memory runs out they are set back, to be recomputed. What that can cost is kept below `RISK` of what was computed.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.types import Request, Sample
+
+RISK = 0.05
+"""Of the tokens computed so far, the most that may have to be computed again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +33,10 @@ class Sequence:
     Before its prompt is computed it stands for all of the request's samples (`sample` is None); then one sequence per
     sample goes on. Only the scheduler changes one. `token_ids` has room for all tokens, `num_tokens` are known and the
     KV of `num_computed_tokens` is (or will be by the end of the step) in the pages of `block_table`.
+
+    While it runs it has `seats`, one or one for each sample, and pages are reserved: `reserved_pages` for itself and
+    `sample_pages` for the samples that will leave it; `hopeful` says that these may not be enough. `set_back`: it has
+    been preempted, with `lost_tokens` to compute again.
     """
 
     request: Request
@@ -39,6 +51,12 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     token_steps: list[int] = field(default_factory=list)
     token_times: list[int] = field(default_factory=list)
+    seats: int = 0
+    reserved_pages: int = 0
+    sample_pages: int = 0
+    hopeful: bool = False
+    set_back: bool = False
+    lost_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -51,6 +69,16 @@ class Sequence:
     @property
     def generated(self) -> NDArray[np.int32]:
         return self.token_ids[self.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be generated, by the first of its samples at least."""
+        return (self.sample or self.request.samples[0]).room
+
+    @property
+    def unforked_samples(self) -> tuple[Sample, ...]:
+        """Those that will leave it when its prompt is computed."""
+        return () if self.sample else self.request.samples[1:]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +108,7 @@ class StepPlan:
 
 @dataclass(slots=True, eq=False)
 class Frontier:
-    """The sequence admitted last: what its successor may share. While it lives the pages are its own."""
+    """The sequence admitted last in a lane: what its successor may share. While it lives the pages are its own."""
 
     sequence: Sequence
     valid: int = 0
@@ -89,6 +117,33 @@ class Frontier:
     @property
     def block_table(self) -> list[int]:
         return self.sequence.block_table if self.held is None else self.held
+
+    @property
+    def waits_for_samples(self) -> bool:
+        """Its samples have no seats yet and will share its prompt, so nobody may take its place before them."""
+        return len(self.sequence.unforked_samples) >= self.sequence.seats > 0
+
+
+class LengthEstimate:
+    """How long answers get, of the tokens they may have: as nine of ten that have finished.
+
+    All of them until `LEAST` have.
+    """
+
+    LEAST, SHARE, BINS = 32, 0.9, 64
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(self.BINS + 1, np.int64)
+
+    def add(self, generated: int, room: int) -> None:
+        self._counts[-(-generated * self.BINS // room)] += 1
+
+    def tokens(self, room: int) -> int:
+        total = int(self._counts.sum())
+        if total < self.LEAST:
+            return room
+        share = int(np.searchsorted(np.cumsum(self._counts), self.SHARE * total))
+        return -(-room * share // self.BINS)
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
@@ -101,21 +156,30 @@ def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 class Scheduler:
     """Queues, admission, preemption and the life of pages.
 
-    When pages run out, the pages kept for a successor go first, then the sequence admitted last is set back (to be
-    recomputed), so the oldest always advances.
+    `prefill_first`: a step's tokens go to prompts before they go to answers.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, page_size: int, max_batch_tokens: int, max_num_seqs: int, prefix_sharing: bool
+        self,
+        blocks: BlockManager,
+        *,
+        page_size: int,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        prefix_sharing: bool,
+        prefill_first: bool = False,
     ):
         self.blocks = blocks
         self._page_size = page_size
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
-        self._sharing = prefix_sharing
+        self._sharing, self._prefill_first = prefix_sharing, prefill_first
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._frontier: Frontier | None = None
+        self._late: dict[int, Sequence] = {}  # samples that have drawn their first token and found no seat
+        self._frontiers: dict[int, Frontier] = {}  # by lane
         self._copy_sources: list[int] = []
+        self._lengths = LengthEstimate()
+        self._computed = self._wasted = 0
         self.preemptions = 0
         self.cached_prompt_tokens = 0  # prompt tokens that an admitted sequence found computed
         self.generated_tokens = 0
@@ -140,46 +204,71 @@ class Scheduler:
         return -(-num_tokens // self._page_size)
 
     def schedule(self, now_ns: int) -> StepPlan:
-        """Decide the next step and reserve its pages. Call `update` with its tokens before the next call."""
+        """Decide the next step and reserve its pages. Call `end_step` when its tokens are appended."""
         plan = StepPlan()
         preemptions = self.preemptions
-        self._continue_running(plan)
-        if self.preemptions == preemptions:  # who was set back must not return in the same step
+        if self._prefill_first:
+            prompts = [s for s in self._running if s.num_computed_tokens < s.num_prompt_tokens]
+            others = [s for s in self._running if s.num_computed_tokens >= s.num_prompt_tokens]
+            self._go_on(plan, prompts)
             self._admit(plan, now_ns)
+            self._go_on(plan, others)
+        else:
+            self._go_on(plan, list(self._running))
+            if self.preemptions == preemptions:  # who was set back must not return in the same step
+                self._admit(plan, now_ns)
         return plan
 
-    def _continue_running(self, plan: StepPlan) -> None:
-        index = 0
-        while index < min(len(self._running), self._max_num_seqs):
-            sequence = self._running[index]
+    def _go_on(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
             count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
             if count <= 0:
                 break
-            if not self._make_room(sequence, count):
-                break
-            self._place(plan, sequence, count)
-            index += 1
+            if sequence.seats and self._make_room(plan, sequence, count):
+                self._place(plan, sequence, count)
 
-    def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Free pages for `count` more tokens; False when the sequence itself had to be set back."""
-        while self._missing_pages(sequence, count) > self.blocks.num_free:
-            if self._frontier is not None and self._frontier.held:
-                self.drop_frontier()
-                continue
-            victim = self._running[-1]
+    # Pages
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence, count: int) -> bool:
+        """Have pages for `count` more tokens; False when the sequence itself had to be set back for want of them.
+
+        What is reserved is there. Who needs more takes what nobody has reserved, then sets hopeful ones back.
+        """
+        if self.pages_for(sequence.num_computed_tokens + count) <= sequence.reserved_pages:
+            return True
+        while self._missing_pages(sequence, count) > self._spare_pages() + self._outstanding(sequence):
+            victim = self._cheapest(plan)
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
+    def _spare_pages(self) -> int:
+        """Free pages that no running sequence has a claim to."""
+        return self.blocks.num_free - sum(map(self._outstanding, self._running))
+
+    def _outstanding(self, sequence: Sequence) -> int:
+        """Pages that a running sequence may still claim."""
+        own = max(0, sequence.reserved_pages - len(sequence.block_table))
+        return own + sequence.sample_pages + self._writes_shared_page(sequence)
+
+    def _cheapest(self, plan: StepPlan) -> Sequence:
+        """The hopeful sequence, not yet in this step, whose return costs fewest tokens; of equal ones the youngest."""
+        placed = {id(s.sequence) for s in plan.scheduled}
+        able = [s for s in reversed(self._running) if s.hopeful and id(s) not in placed]
+        return min(able, key=lambda s: s.num_computed_tokens - min(self._shared(s)[0], s.num_computed_tokens))
+
     def _missing_pages(self, sequence: Sequence, count: int) -> int:
-        start = sequence.num_computed_tokens
-        missing = self.pages_for(start + count) - len(sequence.block_table)
+        missing = self.pages_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
         return missing + self._writes_shared_page(sequence)
 
     def _writes_shared_page(self, sequence: Sequence) -> bool:
-        page = sequence.num_computed_tokens // self._page_size
-        return page < len(sequence.block_table) and self.blocks.is_shared(sequence.block_table[page])
+        """Whether its next token goes to a page that somebody else reads; a copy that is due reads other slots."""
+        index = sequence.num_computed_tokens // self._page_size
+        if index >= len(sequence.block_table):
+            return False
+        page = sequence.block_table[index]
+        return self.blocks.is_shared(page) and self.blocks.num_holders(page) - self._copy_sources.count(page) > 1
 
     def _place(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
         """Give the sequence its pages and its part of the step."""
@@ -189,10 +278,12 @@ class Scheduler:
         while len(sequence.block_table) < self.pages_for(start + count):
             sequence.block_table.append(self._new_page(plan))
         sequence.num_computed_tokens = start + count
+        self._computed += count
         plan.num_tokens += count
         plan.scheduled.append(ScheduledSequence(sequence, start, count, start + count == sequence.num_tokens))
-        if self._frontier is not None and self._frontier.sequence is sequence:
-            self._frontier.valid = min(sequence.num_prompt_tokens, sequence.num_computed_tokens)
+        frontier = self._frontiers.get(sequence.request.lane)
+        if frontier is not None and frontier.sequence is sequence:
+            frontier.valid = min(sequence.num_prompt_tokens, sequence.num_computed_tokens)
 
     def _new_page(self, plan: StepPlan) -> int:
         page = self.blocks.allocate()
@@ -209,99 +300,184 @@ class Scheduler:
             slot = source * self._page_size + i
             plan.copies[target * self._page_size + i] = plan.copies.get(slot, slot)
 
+    # Admission
+
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
-        while self._waiting and len(self._running) < self._max_num_seqs and plan.num_tokens < self._max_batch_tokens:
+        seats = self._max_num_seqs - sum(s.seats for s in self._running) if self._waiting else 0
+        spare = self._spare_pages() if seats else 0
+        while self._waiting and seats and plan.num_tokens < self._max_batch_tokens:
             sequence = self._waiting[0]
+            frontier = self._frontiers.get(sequence.request.lane)
+            if frontier is not None and frontier.waits_for_samples:
+                break
             self._attach(sequence)
-            count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
-            if not self._fits(sequence):
-                if self._running:
-                    self._detach(sequence)
-                    break
-                self.drop_frontier()  # then all pages but its own are free, and alone it fits
+            if not self._seat(sequence, seats, spare):
+                self._release(sequence)
+                break
             self._waiting.popleft()
-            self.cached_prompt_tokens += 0 if sequence.scheduled_ns else sequence.num_cached_tokens
+            seats, spare = seats - sequence.seats, spare - self._outstanding(sequence)
             self._running.append(sequence)
-            sequence.scheduled_ns = sequence.scheduled_ns or now_ns
-            self._replace_frontier(sequence)
+            self._count_shared(sequence, now_ns)
+            spare += self._replace_frontier(sequence)
+            count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
             self._place(plan, sequence, count)
 
-    def _shared_with_frontier(self, sequence: Sequence) -> int:
-        """Prompt tokens in common with the frontier; the last known token is always computed, for its logits."""
-        if not self._sharing or self._frontier is None:
-            return 0
-        shared = common_prefix(sequence.request.prompt_token_ids, self._frontier.sequence.request.prompt_token_ids)
-        return min(shared, sequence.num_tokens - 1)
+    def _count_shared(self, sequence: Sequence, now_ns: int) -> None:
+        shared = sequence.num_computed_tokens
+        if not sequence.scheduled_ns:  # what it finds after it was set back may be its own
+            sequence.scheduled_ns, sequence.num_cached_tokens = now_ns, shared
+            self.cached_prompt_tokens += shared
+        self._wasted -= min(shared, sequence.lost_tokens)
+        sequence.lost_tokens = 0
+
+    def _shared(self, sequence: Sequence) -> tuple[int, Frontier | None]:
+        """Computed tokens that it may share, and with whom; its last known token is always computed, for its logits."""
+        best: tuple[int, Frontier | None] = (0, None)
+        for frontier in self._frontiers.values():
+            prompt = frontier.sequence.request.prompt_token_ids
+            shared = min(
+                common_prefix(sequence.request.prompt_token_ids, prompt), sequence.num_tokens - 1, frontier.valid
+            )
+            best = max(best, (shared, frontier), key=lambda found: found[0])
+        return best
 
     def _attach(self, sequence: Sequence) -> None:
-        """Take a reference to the pages it shares with the frontier.
+        """Take a reference to the pages that it shares.
 
         All that it shares is computed, by this step at the latest: a prompt is only left unfinished when the step's
         tokens are used up, and then nobody is admitted.
         """
-        if self._frontier is None:
-            return
-        shared = min(self._shared_with_frontier(sequence), self._frontier.valid)
-        pages = self._frontier.block_table[: self.pages_for(shared)]
-        self.blocks.hold(pages)
-        sequence.block_table = list(pages)
+        shared, frontier = self._shared(sequence)
+        if frontier is not None:
+            sequence.block_table = frontier.block_table[: self.pages_for(shared)]
+            self.blocks.hold(sequence.block_table)
         sequence.num_computed_tokens = shared
-        if not sequence.scheduled_ns:  # what it finds after a preemption may be its own
-            sequence.num_cached_tokens = shared
 
-    def _detach(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed_tokens = 0
+    def _seat(self, sequence: Sequence, seats: int, spare: int) -> bool:
+        """Reserve seats and pages: for all samples, for the first alone, or for a short answer where that is no risk.
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether all its known tokens find room, with a page to spare for every other running sequence."""
-        needed = self._missing_pages(sequence, sequence.num_tokens - sequence.num_computed_tokens)
-        return needed + len(self._running) <= self.blocks.num_free
+        When nothing else runs, what is held for others makes way, and one sample finds room.
+        """
+        for reservation in self._reservations(sequence):
+            sequence.seats, sequence.reserved_pages, sequence.sample_pages, sequence.hopeful = reservation
+            if sequence.seats <= seats and self._outstanding(sequence) <= spare:
+                return True
+        sequence.seats = 0
+        if self._running:
+            return False
+        self.drop_frontiers()
+        sequence.seats, sequence.reserved_pages, sequence.sample_pages, sequence.hopeful = self._in_full(sequence)
+        return True
 
-    def _replace_frontier(self, sequence: Sequence) -> None:
-        self.drop_frontier()
-        if self._sharing:
-            self._frontier = Frontier(sequence, min(sequence.num_prompt_tokens, sequence.num_computed_tokens))
+    def _reservations(self, sequence: Sequence) -> Iterator[tuple[int, int, int, bool]]:
+        """(seats, own pages, pages of samples, hopeful), the best first."""
+        seats, own, _, _ = self._in_full(sequence)
+        others = sequence.unforked_samples
+        if others:
+            full = sequence.num_prompt_tokens // self._page_size
+            yield 1 + len(others), own, sum(self._pages(sequence, s.room) - full for s in others if s.room > 1), False
+        yield seats, own, 0, False
+        expected = max(self._lengths.tokens(sequence.room), sequence.num_generated + 1)
+        if expected < sequence.room and self._may_risk(sequence):
+            yield seats, self._pages(sequence, expected), 0, True
 
-    def drop_frontier(self) -> None:
-        """Let go of the pages that are kept for the next request, as when none will come."""
-        if self._frontier is not None and self._frontier.held:
-            self.blocks.release(self._frontier.held)
-        self._frontier = None
+    def _in_full(self, sequence: Sequence) -> tuple[int, int, int, bool]:
+        return 1, self._pages(sequence, sequence.room), 0, False
+
+    def _pages(self, sequence: Sequence, generated: int) -> int:
+        """Pages of its prompt and of so many generated tokens, the last of which is not stored."""
+        return self.pages_for(sequence.num_prompt_tokens + max(generated - 1, 0))
+
+    def _may_risk(self, sequence: Sequence) -> bool:
+        """Whether all hopeful ones, this one too, could be computed again within `RISK`. Nobody is set back twice."""
+        if sequence.set_back:
+            return False
+        hopeful = chain((s for s in self._running if s.hopeful), [sequence])
+        at_risk = sum(s.num_prompt_tokens + s.room for s in hopeful)
+        return self._wasted + at_risk <= RISK * (self._computed - self._wasted)
+
+    def _replace_frontier(self, sequence: Sequence) -> int:
+        """Make it its lane's frontier, unless it has come back and others are further on; returns the pages freed."""
+        lane, free = sequence.request.lane, self.blocks.num_free
+        known = self._frontiers.get(lane)
+        if not self._sharing or (sequence.set_back and known is not None and known.sequence is not sequence):
+            return 0
+        self._drop(lane)
+        self._frontiers[lane] = Frontier(sequence, min(sequence.num_prompt_tokens, sequence.num_computed_tokens))
+        return self.blocks.num_free - free
+
+    def drop_frontiers(self) -> None:
+        """Let go of all pages that are kept for requests to come, as when none will."""
+        for lane in list(self._frontiers):
+            self._drop(lane)
+
+    def _drop(self, lane: int) -> None:
+        frontier = self._frontiers.pop(lane, None)
+        if frontier is not None and frontier.held:
+            self.blocks.release(frontier.held)
+
+    # Leaving
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
-        self._running.remove(sequence)
-        self._leave_pages(sequence)
-        sequence.num_computed_tokens = 0
+        sequence.set_back, sequence.lost_tokens = True, sequence.num_computed_tokens
+        self._wasted += sequence.lost_tokens
+        self._leave(sequence)
         self._waiting.appendleft(sequence)
 
-    def _leave_pages(self, sequence: Sequence) -> None:
-        """Release a sequence's pages, but for those that the next in line will share."""
-        frontier = self._frontier
+    def _leave(self, sequence: Sequence) -> None:
+        """Give up seats and pages, but for the pages that the next in its lane will share."""
+        self._running.remove(sequence)
+        frontier = self._frontiers.get(sequence.request.lane)
         if frontier is not None and frontier.sequence is sequence and frontier.held is None:
-            successor = self._waiting[0] if self._waiting else None
-            wanted = self._shared_with_frontier(successor) if successor is not None else sequence.num_prompt_tokens
-            held = sequence.block_table[: self.pages_for(min(wanted, frontier.valid))]
-            self.blocks.hold(held)
-            frontier.held, frontier.valid = held, min(frontier.valid, len(held) * self._page_size)
+            frontier.valid = min(frontier.valid, self._wanted(sequence))
+            frontier.held = sequence.block_table[: self.pages_for(frontier.valid)]
+            self.blocks.hold(frontier.held)
+        self._release(sequence)
+        sequence.seats = sequence.reserved_pages = sequence.sample_pages = 0
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Prompt tokens that its successor shares, or somebody who was set back; all when there is no successor yet."""
+        prompt, wanted = sequence.request.prompt_token_ids, 0
+        for other in chain(self._late.values(), self._waiting):
+            if other.request.lane == sequence.request.lane:
+                wanted = max(wanted, common_prefix(prompt, other.request.prompt_token_ids))
+                if not other.set_back:
+                    return wanted
+        return len(prompt)
+
+    def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table, sequence.num_computed_tokens = [], 0
 
     def fork(self, parent: Sequence, samples: tuple[Sample, ...]) -> list[Sequence]:
-        """Split a sequence whose prompt is computed into one per sample; they share its pages until they write."""
+        """Split a sequence whose prompt is computed into one per sample; they share its pages until they write.
+
+        Those without a seat are the next to be admitted, if their first token is not their last.
+        """
         parent.sample = samples[0]
-        children = []
-        for sample in samples[1:]:
-            child = Sequence(parent.request, parent.token_ids.copy(), parent.num_tokens, parent.arrived_ns, sample)
-            child.num_computed_tokens, child.num_cached_tokens = parent.num_computed_tokens, parent.num_cached_tokens
-            child.block_table, child.scheduled_ns = list(parent.block_table), parent.scheduled_ns
-            self.blocks.hold(child.block_table)
-            children.append(child)
-        at = self._running.index(parent) + 1
-        self._running[at:at] = children
+        children = [self._child(parent, sample) for sample in samples[1:]]
+        if parent.seats == len(samples):
+            at = self._running.index(parent) + 1
+            self._running[at:at] = children
+            for child in children:
+                self._take_seat(child, parent)
+        else:
+            self._late.update((id(child), child) for child in children)
+        parent.seats, parent.sample_pages = 1, 0
         return [parent, *children]
+
+    def _child(self, parent: Sequence, sample: Sample) -> Sequence:
+        tokens = np.zeros(parent.num_tokens + sample.room, np.int32)
+        tokens[: parent.num_tokens] = parent.token_ids[: parent.num_tokens]
+        child = Sequence(parent.request, tokens, parent.num_tokens, parent.arrived_ns, sample)
+        child.num_cached_tokens, child.scheduled_ns = parent.num_cached_tokens, parent.scheduled_ns
+        return child
+
+    def _take_seat(self, child: Sequence, parent: Sequence) -> None:
+        child.num_computed_tokens, child.block_table = parent.num_computed_tokens, list(parent.block_table)
+        self.blocks.hold(child.block_table)
+        child.seats, child.reserved_pages = 1, self._pages(child, child.room)
 
     def append_token(self, sequence: Sequence, token: int, logprob: float, step: int, now_ns: int) -> None:
         self.generated_tokens += 1
@@ -313,17 +489,19 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out and free what nobody else needs."""
-        self._running.remove(sequence)
-        self._leave_pages(sequence)
+        self._lengths.add(sequence.num_generated, sequence.room)
+        if self._late.pop(id(sequence), None) is None:
+            self._leave(sequence)
 
     def end_step(self) -> None:
-        """The step's copies have been made: let go of their sources."""
+        """The step's copies have been made: let go of their sources. Samples without a seat queue up first."""
         self.blocks.release(self._copy_sources)
         self._copy_sources = []
+        self._waiting.extendleft(reversed(self._late.values()))
+        self._late.clear()
 
     def page_holders(self) -> Iterator[list[int]]:
         """Every list of pages that someone holds, for `BlockManager.check_integrity`."""
         yield from (s.block_table for s in self._running)
         yield self._copy_sources
-        if self._frontier is not None and self._frontier.held:
-            yield self._frontier.held
+        yield from (frontier.held for frontier in self._frontiers.values() if frontier.held)

@@ -59,14 +59,20 @@ class Sample:
     targets: tuple[tuple[int, int], ...]
     sample_number: int = 0
     rng_key: int = 0  # filled in by the engine, see `sampler.random_key`
+    room: int = 1  # tokens that may be generated, filled in by the engine, see `Admission.room`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A distinct prompt (int32 token ids) and every answer that is wanted of it."""
+    """A distinct prompt (int32 token ids) and every answer that is wanted of it.
+
+    Requests of one `lane` come in an order in which each shares most with the one before it; there may be two, from
+    both ends of a plan.
+    """
 
     prompt_token_ids: NDArray[np.int32]
     samples: tuple[Sample, ...]
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)

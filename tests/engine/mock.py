@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.planner import PromptTable, RowWish, make_requests, plan_prefixes
+from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.types import Request, RequestOutput, StepRecord
 from batchgen.kernels.base import StepBatch, StepResult
 
@@ -212,9 +213,17 @@ def letters(vocab_size: int) -> ByteDetokenizer:
     return ByteDetokenizer([b"", *(bytes([97 + i % 26]) for i in range(vocab_size - 1))])
 
 
+def hope_for_the_best(scheduler: Scheduler) -> None:
+    scheduler._may_risk = lambda sequence: not sequence.set_back  # type: ignore[method-assign]
+    scheduler._lengths.tokens = lambda room: 1  # type: ignore[method-assign]
+
+
 @dataclass(eq=False)
 class Rig:
-    """An engine on a `MockBackend`; after every step all pages are accounted for, and free ones are poisoned."""
+    """An engine on a `MockBackend`; after every step all pages are accounted for, and free ones are poisoned.
+
+    `rash`: whoever does not fit is admitted as if it were to answer with one token.
+    """
 
     model: Model
     detokenizer: ByteDetokenizer | None = None
@@ -225,6 +234,8 @@ class Rig:
     context_length: int = 1024
     vocab_size: int = 64
     prefix_sharing: bool = True
+    prefill_first: bool = False
+    rash: bool = False
     outputs: dict[tuple[int, int], RequestOutput] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
 
@@ -238,10 +249,13 @@ class Rig:
             self.context_length,
             self.vocab_size,
             self.prefix_sharing,
+            self.prefill_first,
         )
         ticks = itertools.count(10)
         detokenizer = self.detokenizer or letters(self.vocab_size)
         self.engine = Engine(self.backend, detokenizer, limits, clock=lambda: next(ticks) ** 2)  # type: ignore[arg-type]
+        if self.rash:
+            hope_for_the_best(self.engine.scheduler)
 
     @property
     def prefill_tokens(self) -> int:
@@ -278,7 +292,7 @@ class Rig:
         while self.engine.has_work:
             assert len(self.records) <= max_steps, "the engine does not get on"
             self.step()
-        self.engine.scheduler.drop_frontier()  # nothing more comes
+        self.engine.scheduler.drop_frontiers()  # nothing more comes
         assert self.engine.blocks.num_used == 0
         return self.outputs
 

@@ -186,7 +186,8 @@ def test_a_stop_string_survives_being_set_back() -> None:
     first, second = (1,) * 60, (2,) * 28
     texts = {}
     for length in range(4, 8):
-        rig = Rig(scripted({first: [1] * 40, second: [1] * length + [2, 3, 3]}), detokenizer(), num_pages=4)
+        model = scripted({first: [1] * 40, second: [1] * length + [2, 3, 3]})
+        rig = Rig(model, detokenizer(), num_pages=5, rash=True)
         wish = RowWish(SamplingParams(max_tokens=40, stop=("bc",)), 1, False)
         texts[length] = rig.run(requests_for([first, second], wish))[1, 0].text
         assert rig.engine.scheduler.preemptions == 1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from batchgen.engine.planner import PromptTable, RowWish, make_requests, plan_prefixes
 from batchgen.engine.sampler import random_key
+from batchgen.engine.scheduler import RISK
 from batchgen.engine.types import Request, RequestOutput, SamplingParams
 from tests.engine.mock import ByteDetokenizer, Draw, HashModel, Rig, letters, prompt_table, trie_size
 
@@ -32,6 +33,8 @@ class Job:
     max_batch_tokens: int
     max_num_seqs: int
     sharing: bool
+    prefill_first: bool = False
+    rash: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -86,6 +89,7 @@ def jobs(draw: st.DrawFn) -> Job:
         max_batch_tokens=max(batch_tokens, tokens // MOST_STEPS),  # one token a step takes a small table
         max_num_seqs=draw(st.integers(1, 20)),
         sharing=draw(st.booleans()),
+        prefill_first=draw(st.booleans()),
     )
 
 
@@ -108,6 +112,8 @@ def tight_jobs(draw: st.DrawFn) -> Job:
         max_batch_tokens=draw(st.sampled_from([20, 33, 100, 500])),
         max_num_seqs=draw(st.integers(2, 20)),
         sharing=draw(st.sampled_from([True, True, False])),
+        prefill_first=draw(st.booleans()),
+        rash=draw(st.booleans()),
     )
 
 
@@ -182,6 +188,8 @@ def rig_for(job: Job, detokenizer: ByteDetokenizer = DETOKENIZER) -> Rig:
         CONTEXT,
         VOCAB,
         job.sharing,
+        job.prefill_first,
+        job.rash,
     )
 
 
@@ -277,10 +285,32 @@ def test_row_order_changes_nothing(job: Job, data: st.DataObject) -> None:
 
 @settings(REPEATABLE, max_examples=150)
 @given(jobs())
-def test_tight_memory_costs_no_prefix_unless_somebody_is_set_back(job: Job) -> None:
-    """Who does not fit beside the kept pages takes them over; only a preemption makes tokens computed again."""
+def test_tight_memory_costs_no_token(job: Job) -> None:
+    """Who does not fit beside the kept pages takes them over: any memory that holds the longest row is enough."""
     rig = run_job(replace(job, spare_pages=min(job.spare_pages, 3), sharing=True))
     answered = [output for output in rig.outputs.values() if len(output.token_ids)]
-    if not rig.engine.scheduler.preemptions:
-        assert rig.prefill_tokens == trie_size(job.runs)
-        assert rig.prefill_tokens == sum(output.num_prompt_tokens - output.num_cached_tokens for output in answered)
+    assert rig.engine.scheduler.preemptions == 0
+    assert rig.prefill_tokens == trie_size(job.runs)
+    assert rig.prefill_tokens == sum(output.num_prompt_tokens - output.num_cached_tokens for output in answered)
+
+
+def test_hope_for_short_answers_costs_little_and_saves_time() -> None:
+    """Answers may have 200 tokens and end after some 30: more run at once than could if all were long.
+
+    The bound is the trie's size and what was generated, but for every last token, which is not computed: nothing less
+    can be computed without another model of the answers.
+    """
+    prompts = [(1,) * 40 + (2 + i % 5,) * 20 + (7 + i % 19,) * (i // 95 + 1) for i in range(475)]
+    wishes = [RowWish(SamplingParams(max_tokens=200, temperature=0.7), 1, False)] * len(prompts)
+    job = Job(prompts, wishes, 32, 24, max_batch_tokens=500, max_num_seqs=64, sharing=True)
+    hopeful, careful = rig_for(job), rig_for(job)
+    careful.engine.scheduler._may_risk = lambda sequence: False  # type: ignore[method-assign]
+    for rig in (hopeful, careful):
+        rig.run(job_requests(job), 10**5)
+        check_answers(job, rig)
+    least = trie_size(job.prompts) + sum(len(output.token_ids) - 1 for output in hopeful.outputs.values())
+    computed = sum(batch.num_tokens for batch in hopeful.backend.batches)
+    assert hopeful.engine.scheduler.preemptions > 0
+    assert least < computed <= (1 + RISK) * least
+    assert careful.engine.scheduler.preemptions == 0
+    assert len(hopeful.records) < len(careful.records)
