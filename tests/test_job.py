@@ -149,7 +149,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_the_same_bits_whatever_the_batch(
     make_spec, run, tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, sampling = small_table(tmp_path), {"max_tokens": 12, "seed": 3, **sampling}
+    table, sampling = small_table(tmp_path), {"max_tokens": 32, "seed": 3, **sampling}
 
     def spec(name: str, path: Path = table, **sections: Any) -> Any:
         return make_spec(name, input={"path": str(path), "messages": "messages"}, sampling=sampling, **sections)
