@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import numpy as np
 from batchgen import __version__
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.planner import Admission, PrefixPlan, make_requests, own_pages, pages_at_once, plan_prefixes
+from batchgen.engine.prompt_table import Store
 from batchgen.engine.types import Request, RequestOutput, RowFailure
 from batchgen.errors import OutputError
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
+from batchgen.io.model_source import cache_directory
+from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable, open_table
 from batchgen.io.writer import JobWriter
 from batchgen.kernels.base import Backend, StepLimits
@@ -37,10 +41,12 @@ from batchgen.loading import (
     thread_count,
 )
 from batchgen.progress import Progress, ProgressListener
-from batchgen.prompts import JobPrompts, PromptReader
+from batchgen.prompts import JobPrompts, OnRows, PromptReader
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
 
 PROGRESS_NS = 200_000_000
+DONE_CHUNK = 1024
+"""Results looked up in the checkpoint at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class JobPlan:
     longest_prompt: int
     context_length: int
     bos_doubled: int
+    tokenize_seconds: float
+    tokens_per_second: float  # of reading, rendering and encoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,14 +119,34 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
         if checkpoint.state == "resumed":
             progress.message(f"resuming: {checkpoint.totals.get('rows', 0):,} rows are done")
         dates.append(checkpoint.started)
-        planning = time.perf_counter()
-        job = prepare(spec, table, model, numerics)
-        planned = time.perf_counter() - planning
-        loaded = load_model(model, job.backend, _step_limits(job), progress.message)
-        try:
-            return _Run(job, loaded, table, checkpoint, progress, started, planned).run(stop)
-        finally:
-            job.backend.close()
+        with Scratch(checkpoint.work) as scratch:
+            planning = time.perf_counter()
+            job = prepare(spec, table, model, numerics, scratch, _telling(progress, table, started))
+            planned = time.perf_counter() - planning
+            loaded = load_model(model, job.backend, _step_limits(job), progress.message)
+            try:
+                return _Run(job, loaded, table, checkpoint, progress, started, planned).run(stop)
+            finally:
+                job.backend.close()
+
+
+def _telling(progress: ProgressListener, table: InputTable, started: float) -> OnRows:
+    """Show how far reading and encoding has come."""
+    total = table.num_rows_upper
+
+    def on_rows(rows: int, tokens: int) -> None:
+        progress.update(
+            Progress(
+                rows_done=rows,
+                rows_total=total,
+                prompt_tokens_done=tokens,
+                elapsed_s=time.perf_counter() - started,
+                phase="tokenizing",
+                done_share=rows / max(total, 1),
+            )
+        )
+
+    return on_rows
 
 
 def plan_job(spec: JobSpec) -> JobPlan:
@@ -128,7 +156,8 @@ def plan_job(spec: JobSpec) -> JobPlan:
     path, _ = locate_model(spec.model, lambda text: None)
     model = open_model(path, spec.model.pre_tokenizer)
     PromptReader(spec, model.tokenizer, model.chat).check(table)
-    job = prepare(spec, table, model, resolve_numerics(spec.model, spec.engine))
+    with Scratch(cache_directory()) as scratch:
+        job = prepare(spec, table, model, resolve_numerics(spec.model, spec.engine), scratch)
     job.backend.close()
     return JobPlan(
         rows=len(job.prompts.row_index),
@@ -143,6 +172,8 @@ def plan_job(spec: JobSpec) -> JobPlan:
         longest_prompt=int(job.plan.lengths.max(initial=0)),
         context_length=model.config.shape.context_length,
         bos_doubled=job.prompts.bos_in_text,
+        tokenize_seconds=job.prompts.tokenize_seconds,
+        tokens_per_second=job.prompts.tokens_per_second,
     )
 
 
@@ -159,18 +190,24 @@ def warmup(progress: ProgressListener) -> float:
     return time.perf_counter() - start
 
 
-def prepare(spec: JobSpec, table: InputTable, model: ModelFile, numerics: Numerics) -> PreparedJob:
-    """Read, render and encode all rows, and plan them."""
+def prepare(
+    spec: JobSpec,
+    table: InputTable,
+    model: ModelFile,
+    numerics: Numerics,
+    store: Store,
+    on_rows: OnRows = lambda rows, tokens: None,
+) -> PreparedJob:
+    """Read, render and encode all rows (their tokens go to `store`), and plan them."""
     backend = make_backend(numerics, thread_count(spec.engine))
     shape, engine = model.config.shape, spec.engine
     page_bytes = backend.page_bytes(shape, engine.page_size)
     most_pages = kv_pages(engine, page_bytes, model.weight_bytes(numerics.weights))
     admission = Admission(shape.context_length, shape.vocab_size, most_pages * engine.page_size)
-    prompts = PromptReader(spec, model.tokenizer, model.chat).read(table, admission.refusal)
+    prompts = PromptReader(spec, model.tokenizer, model.chat).read(table, admission, store, on_rows)
     plan = plan_prefixes(prompts.table)
-    lengths = prompts.table.lengths.tolist()
-    rooms = np.array([admission.room(n, w.params) for n, w in zip(lengths, prompts.wishes, strict=True)], np.int64)
-    samples = np.array([wish.n for wish in prompts.wishes], np.int64)
+    rooms = admission.rooms(prompts.table.lengths, prompts.wishes.max_tokens)
+    samples = prompts.wishes.n
     # A sample starts in the middle of a page, of which all but one take a copy.
     answer_pages = samples * (-(-rooms // engine.page_size) + 1)
     own = own_pages(plan, answer_pages[plan.order], engine.page_size)
@@ -259,7 +296,8 @@ class _Run:
         self._shown = 0
 
     def run(self, stop: Callable[[], bool]) -> JobSummary:
-        self._write(self._failed_rows())
+        for outputs in self._failed_rows():
+            self._write(outputs)
         interrupted = self._generate(stop)
         self._writer.flush()
         generated = time.monotonic_ns()
@@ -300,28 +338,31 @@ class _Run:
 
     def _requests(self) -> Iterator[Request]:
         """The plan's requests without the answers that are there already."""
-        wishes, prompts = self._job.prompts.wishes, self._job.prompts.table
-        sharing = self._job.spec.engine.prefix_sharing
-        requests = make_requests(prompts, self._job.plan, wishes.__getitem__, sharing=sharing)
-        if not len(self._checkpoint.done):
-            yield from requests
-            return
-        for request in requests:
-            samples = [(s, tuple(t for t in s.targets if not self._is_done(*t))) for s in request.samples]
-            left = tuple(replace(sample, targets=targets) for sample, targets in samples if targets)
-            if left:
-                yield Request(request.prompt_token_ids, left)
+        prompts, sharing = self._job.prompts, self._job.spec.engine.prefix_sharing
+        requests = make_requests(prompts.table, self._job.plan, prompts.wishes.__getitem__, sharing=sharing)
+        return self._left_of(requests) if len(self._checkpoint.done) else requests
 
-    def _is_done(self, row: int, sample: int) -> bool:
-        return bool(self._checkpoint.is_done(np.array([row]), np.array([sample]))[0])
+    def _left_of(self, requests: Iterator[Request]) -> Iterator[Request]:
+        while chunk := list(islice(requests, DONE_CHUNK)):
+            targets = [target for request in chunk for sample in request.samples for target in sample.targets]
+            done = iter(self._are_done(targets))
+            for request in chunk:
+                samples = [(s, tuple(target for target in s.targets if not next(done))) for s in request.samples]
+                left = tuple(replace(sample, targets=targets) for sample, targets in samples if targets)
+                if left:
+                    yield Request(request.prompt_token_ids, left)
 
-    def _failed_rows(self) -> list[RequestOutput]:
-        return [
-            RequestOutput(failed.row_index, sample, "error", error=failed.failure)
-            for failed in self._job.prompts.failures
-            for sample in range(failed.samples)
-            if not self._is_done(failed.row_index, sample)
-        ]
+    def _are_done(self, targets: list[tuple[int, int]]) -> list[bool]:
+        rows, samples = np.array(targets, np.int64).reshape(-1, 2).T
+        return self._checkpoint.is_done(rows, samples).tolist()
+
+    def _failed_rows(self) -> Iterator[list[RequestOutput]]:
+        """The results of rows that cannot be answered, some at a time."""
+        rows = ((row, sample) for row in self._job.prompts.failures for sample in range(row.samples))
+        while chunk := list(islice(rows, DONE_CHUNK)):
+            done = self._are_done([(row.row_index, sample) for row, sample in chunk])
+            left = [place for place, known in zip(chunk, done, strict=True) if not known]
+            yield [RequestOutput(row.row_index, sample, "error", error=row.failure) for row, sample in left]
 
     def _write(self, outputs: list[RequestOutput]) -> None:
         self._writer.add(outputs)
@@ -380,6 +421,8 @@ class _Run:
         counts = self._checkpoint.totals
         return {name: counts.get(name, 0) for name in TOTAL_COUNTS} | {
             "plan_seconds": round(self._plan_seconds, 3),
+            "tokenize_seconds": round(self._job.prompts.tokenize_seconds, 3),
+            "tokenize_tokens_per_second": round(self._job.prompts.tokens_per_second),
             "load_seconds": round(self._loaded.load_seconds, 3),
             "compile_seconds": round(self._loaded.compile_seconds, 3),
             "generate_seconds": round((generated - self._generating) / 1e9, 3),

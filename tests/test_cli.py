@@ -50,6 +50,8 @@ class Plan:
     longest_prompt: int = 77
     context_length: int = 8192
     bos_doubled: int = 0
+    tokenize_seconds: float = 1.5
+    tokens_per_second: float = 800.0
 
 
 @pytest.fixture

@@ -10,39 +10,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchgen.engine.prompt_table import PromptTable
 from batchgen.engine.types import Request, RowFailure, Sample, SamplingParams
 
-COMPARE_ROWS, COMPARE_TOKENS = 1 << 14, 64
-"""Neighbours, and tokens of each, compared at a time: bounds memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptTable:
-    """Tokenised prompts back to back: prompt i is `tokens[offsets[i]:offsets[i + 1]]`, of row `row_index[i]`."""
-
-    tokens: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-    row_index: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.row_index)
-
-    def prompt(self, i: int) -> NDArray[np.int32]:
-        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
-
-    @classmethod
-    def from_prompts(cls, prompts: list[NDArray[np.int32]], row_index: NDArray[np.int64]) -> "PromptTable":
-        lengths = np.fromiter((len(p) for p in prompts), np.int64, len(prompts))
-        tokens = np.concatenate([*prompts, np.zeros(0, np.int32)]).astype(np.int32, copy=False)
-        return cls(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), row_index)
+COMPARE_TOKENS = 1 << 17
+"""Tokens compared with their neighbours' at a time: bounds memory."""
+CHUNK_ROWS = 1 << 14
+"""Rows whose place in the order is turned into Python's numbers at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +29,8 @@ class PrefixPlan:
     """
 
     order: NDArray[np.int64]
-    shared: NDArray[np.int64]
-    lengths: NDArray[np.int64]  # in plan order
+    shared: NDArray[np.int32]
+    lengths: NDArray[np.int32]  # in plan order
 
     @property
     def prompt_tokens(self) -> int:
@@ -73,48 +49,54 @@ class PrefixPlan:
 
 
 def plan_prefixes(table: PromptTable) -> PrefixPlan:
-    """Sort the prompts and measure what neighbours have in common."""
-    order = _sorted_order(table)
-    return PrefixPlan(order, _common_prefixes(table, order), table.lengths[order])
+    """Put the prompts in order and measure what neighbours have in common."""
+    order, shared = np.zeros(len(table), np.int64), np.zeros(len(table), np.int32)
+    done = 0
+    for positions, tokens in table.in_order():
+        block = slice(done, done + len(positions))
+        order[block] = positions
+        shared[block] = _common_prefixes(tokens, table.lengths[positions])
+        if done:
+            pair = [table.prompt(position) for position in order[done - 1 : done + 1]]
+            shared[done] = _common_prefixes(np.concatenate(pair), np.array([len(p) for p in pair]))[1]
+        done = block.stop
+    return PrefixPlan(order, shared, table.lengths[order])
 
 
-def _sorted_order(table: PromptTable) -> NDArray[np.int64]:
-    """Stable lexicographic order. Big-endian bytes compare as the (non-negative) tokens do."""
-    if not len(table):
-        return np.zeros(0, np.int64)
-    data = pa.py_buffer(table.tokens.astype(">i4").tobytes())
-    offsets = pa.py_buffer((table.offsets * 4).astype(np.int64))
-    keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(table), [None, offsets, data])
-    columns = pa.table({"key": keys, "position": np.arange(len(table))})
-    sort = pc.sort_indices(columns, sort_keys=[("key", "ascending"), ("position", "ascending")])
-    return sort.to_numpy().astype(np.int64)
+def _common_prefixes(tokens: NDArray[np.int32], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """What each of some prompts, back to back, has in common with the one before it; 0 for the first."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = ends - lengths
+    limits = np.zeros(len(lengths), np.int64)
+    limits[1:] = np.minimum(lengths[1:], lengths[:-1])
+    compared = np.cumsum(limits)
+    cuts = np.searchsorted(compared, np.arange(0, compared[-1], COMPARE_TOKENS), side="right")
+    shared = [
+        _shared_at(tokens, starts[first:end], starts[first - 1 : end - 1], limits[first:end])
+        for first, end in pairwise([1, *cuts[1:].tolist(), len(lengths)])
+    ]
+    return np.concatenate([np.zeros(1, np.int64), *shared])
 
 
-def _common_prefixes(table: PromptTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Length of the common prefix of each prompt in `order` and the one before it; 0 for the first."""
-    shared = np.zeros(len(order), np.int64)
-    for first in range(1, len(order), COMPARE_ROWS):
-        pair = order[first - 1 : first + COMPARE_ROWS]
-        shared[first : first + COMPARE_ROWS] = _shared_by_neighbours(table, pair)
-    return shared
+def _shared_at(
+    tokens: NDArray[np.int32], mine: NDArray[np.int64], theirs: NDArray[np.int64], limits: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Length of the common prefix, `limits` at most, of what is at `mine` and at `theirs`."""
+    ends = np.cumsum(limits)
+    begins = ends - limits
+    place = np.arange(ends[-1] if len(ends) else 0)
+    at_mine, at_theirs = (place + np.repeat(at - begins, limits) for at in (mine, theirs))
+    differing = np.append(np.flatnonzero(tokens[at_mine] != tokens[at_theirs]), len(place))
+    return np.minimum(differing[np.searchsorted(differing, begins)] - begins, limits)
 
 
-def _shared_by_neighbours(table: PromptTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    starts, lengths = table.offsets[:-1][order], table.lengths[order]
-    shared = np.zeros(len(order), np.int64)
-    undecided = np.arange(1, len(order) if len(table.tokens) else 0)
-    window = np.arange(COMPARE_TOKENS)
-    while len(undecided):
-        at = shared[undecided]
-        limit = np.minimum(lengths[undecided], lengths[undecided - 1]) - at
-        last = len(table.tokens) - 1
-        mine = table.tokens[np.minimum((starts[undecided] + at)[:, None] + window, last)]
-        theirs = table.tokens[np.minimum((starts[undecided - 1] + at)[:, None] + window, last)]
-        inside = window < limit[:, None]
-        equal = np.logical_and.accumulate((mine == theirs) & inside, axis=1).sum(axis=1)
-        shared[undecided] += equal
-        undecided = undecided[equal == COMPARE_TOKENS]
-    return shared[1:]
+def rows_with(marked: NDArray[np.bool_], lengths: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which of some rows, back to back, have a marked item."""
+    if not marked.any():
+        return np.zeros(len(lengths), bool)
+    before = np.concatenate([[0], np.cumsum(marked)])
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return before[ends] > before[ends - lengths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +110,18 @@ class Admission:
     def room(self, prompt_length: int, params: SamplingParams) -> int:
         """Tokens that may be generated; the last one needs no place in the context."""
         return min(params.max_tokens, self.context_length - prompt_length + 1)
+
+    def rooms(self, lengths: NDArray[np.integer], max_tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+        """`room` of many prompts at once."""
+        return np.minimum(max_tokens, self.context_length + 1 - lengths.astype(np.int64))
+
+    def accepts(
+        self, tokens: NDArray[np.int32], lengths: NDArray[np.int32], max_tokens: NDArray[np.integer]
+    ) -> NDArray[np.bool_]:
+        """Whether `refusal` is None, for prompts that lie back to back in `tokens`."""
+        unknown = rows_with((tokens < 0) | (tokens >= self.vocab_size), lengths)
+        needed = lengths + np.maximum(self.rooms(lengths, max_tokens) - 1, 0)
+        return (lengths > 0) & (lengths <= self.context_length) & (needed <= self.kv_tokens) & ~unknown
 
     def refusal(self, prompt: NDArray[np.int32], params: SamplingParams) -> RowFailure | None:
         """Why a prompt cannot be answered, if it cannot."""
@@ -159,7 +153,7 @@ def pages_at_once(plan: PrefixPlan, own: NDArray[np.int64], page_size: int, max_
     """
     if not len(plan.order):
         return 0
-    total = np.concatenate([[0], np.cumsum(own)])[[*np.flatnonzero(~plan.repeats), len(own)]]
+    total = np.concatenate([[0], np.cumsum(own)])[np.append(np.flatnonzero(~plan.repeats), len(own))]
     width = min(max_num_seqs, len(total) - 1)
     return int((total[width:] - total[:-width]).max() + -(-plan.lengths.max() // page_size))
 
@@ -176,19 +170,31 @@ class RowWish:
 def make_requests(
     table: PromptTable, plan: PrefixPlan, wish: Callable[[int], RowWish], *, sharing: bool = True
 ) -> Iterator[Request]:
-    """Requests in plan order; `wish` is asked once per position of the table.
+    """Requests in plan order, made as they are asked for; `wish` is asked once per position of the table.
 
     Equal prompts become one request. Without `sharing` every answer is a request of its own, with the same random
     numbers as it has with sharing.
     """
-    for begin, end in pairwise([*np.flatnonzero(~plan.repeats).tolist(), len(plan.order)]):
-        members = np.sort(plan.order[begin:end]).tolist()
+    for begin, end in _equal_prompts(plan):
+        members = plan.order[begin:end].tolist()
         prompt, samples = table.prompt(members[0]), _join_samples(table, members, wish)
         if sharing:
             yield Request(prompt, samples)
         else:
             for sample in samples:
                 yield from (Request(prompt, (replace(sample, targets=(target,)),)) for target in sample.targets)
+
+
+def _equal_prompts(plan: PrefixPlan) -> Iterator[tuple[int, int]]:
+    """Where in the order each group of equal prompts begins and ends."""
+    repeats, begin = plan.repeats, 0
+    for first in range(0, len(repeats), CHUNK_ROWS):
+        for head in (first + np.flatnonzero(~repeats[first : first + CHUNK_ROWS])).tolist():
+            if head:
+                yield begin, head
+            begin = head
+    if len(repeats):
+        yield begin, len(repeats)
 
 
 def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], RowWish]) -> tuple[Sample, ...]:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.engine.engine import Engine, EngineLimits
-from batchgen.engine.planner import PromptTable, RowWish, make_requests, plan_prefixes
+from batchgen.engine.planner import RowWish, make_requests, plan_prefixes
+from batchgen.engine.prompt_table import PromptTable
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.types import Request, RequestOutput, StepRecord
 from batchgen.kernels.base import StepBatch, StepResult

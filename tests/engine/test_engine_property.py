@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.planner import PromptTable, RowWish, make_requests, plan_prefixes
+from batchgen.engine.planner import RowWish, make_requests, plan_prefixes
+from batchgen.engine.prompt_table import PromptTable
 from batchgen.engine.sampler import random_key
 from batchgen.engine.scheduler import RISK
 from batchgen.engine.types import Request, RequestOutput, SamplingParams

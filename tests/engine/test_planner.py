@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from batchgen.engine.planner import (
     COMPARE_TOKENS,
     Admission,
-    PromptTable,
     RowWish,
     make_requests,
     own_pages,
     pages_at_once,
     plan_prefixes,
 )
+from batchgen.engine.prompt_table import PromptTable
 from batchgen.engine.types import Request, RowFailure, SamplingParams
 from tests.engine.mock import HashModel, Rig, letters, prompt_table, requests_for, trie_size
 
