@@ -260,7 +260,7 @@ _PLAN_FIELDS = (
     "context_length",
     "bos_doubled",
     "tokenize_seconds",
-    "tokens_per_second",
+    "tokenize_tokens_per_second",
 )
 
 
@@ -284,7 +284,7 @@ def _show_plan(result: "JobPlan") -> None:
         ("new tokens at most", f"{result.max_new_tokens:,}"),
         ("longest prompt", f"{result.longest_prompt:,} of {result.context_length:,} tokens"),
         ("KV memory", f"{_size(result.kv_bytes_needed)} ({result.kv_pages_needed:,} pages)"),
-        ("tokenised in", f"{result.tokenize_seconds:,.1f} s ({result.tokens_per_second:,.0f} tokens/s)"),
+        ("tokenised in", f"{result.tokenize_seconds:,.1f} s ({result.tokenize_tokens_per_second:,.0f} tokens/s)"),
     ]
     if result.bos_doubled:
         pairs.append(("BOS in the text, not doubled", f"{result.bos_doubled:,} rows"))

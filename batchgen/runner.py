@@ -79,7 +79,7 @@ class JobPlan:
     context_length: int
     bos_doubled: int
     tokenize_seconds: float
-    tokens_per_second: float  # of reading, rendering and encoding
+    tokenize_tokens_per_second: float  # of reading, rendering and encoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,10 +131,12 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
 
 
 def _telling(progress: ProgressListener, table: InputTable, started: float) -> OnRows:
-    """Show how far reading and encoding has come."""
+    """Show how far reading and encoding has come, while there is more to come."""
     total = table.num_rows_upper
 
     def on_rows(rows: int, tokens: int) -> None:
+        if rows == total:
+            return
         progress.update(
             Progress(
                 rows_done=rows,
@@ -173,7 +175,7 @@ def plan_job(spec: JobSpec) -> JobPlan:
         context_length=model.config.shape.context_length,
         bos_doubled=job.prompts.bos_in_text,
         tokenize_seconds=job.prompts.tokenize_seconds,
-        tokens_per_second=job.prompts.tokens_per_second,
+        tokenize_tokens_per_second=job.prompts.tokens_per_second,
     )
 
 

@@ -11,7 +11,8 @@ import pytest
 import batchgen
 
 ROOT = Path(batchgen.__file__).parent
-NO_NUMBA = tuple(f"batchgen.engine.{name}" for name in ("scheduler", "planner", "prefix_tree", "block_manager"))
+PLANNING = ("scheduler", "planner", "prompt_table", "prefix_tree", "block_manager")
+NO_NUMBA = tuple(f"batchgen.engine.{name}" for name in PLANNING)
 BELOW_ENGINE = ("batchgen.text", "batchgen.io", "batchgen.models", "batchgen.spec")
 Graph = Mapping[str, frozenset[str]]
 

@@ -51,7 +51,7 @@ class Plan:
     context_length: int = 8192
     bos_doubled: int = 0
     tokenize_seconds: float = 1.5
-    tokens_per_second: float = 800.0
+    tokenize_tokens_per_second: float = 800.0
 
 
 @pytest.fixture

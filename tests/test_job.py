@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,8 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen import runner
 from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError
+from batchgen.io.scratch import Scratch
 from batchgen.runner import plan_job
 from tests.conftest import DATA, ROOT
 
@@ -52,6 +55,7 @@ def test_annotate_computes_what_the_plan_says(make_spec, run) -> None:
     assert totals["computed_prompt_tokens"] == planned.distinct_prompt_tokens < planned.prompt_tokens
     assert totals["prompt_tokens"] == planned.prompt_tokens == results(spec)["num_prompt_tokens"].sum()
     assert planned.prompt_tokens - results(spec)["num_cached_tokens"].sum() == planned.distinct_prompt_tokens
+    assert 0 < totals["tokenize_seconds"] <= totals["plan_seconds"] and totals["tokenize_tokens_per_second"] > 0
     check_timings(spec, totals)
     check_steps(spec)
 
@@ -225,6 +229,40 @@ def test_interrupted_keeps_what_is_finished_and_goes_on(make_spec, run, tmp_path
     assert not second.interrupted and second.rows == 18
     third = run(spec)
     assert third.already_done and third.rows == 18
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 1000])
+def test_rows_that_cannot_be_answered_are_written_once(
+    make_spec, run, tmp_path: Path, monkeypatch, at_a_time: int
+) -> None:
+    monkeypatch.setattr(runner, "DONE_CHUNK", at_a_time)
+    pl.DataFrame({"q": ["one", None, "two", "", "three", None, "two"]}).write_parquet(tmp_path / "rows.parquet")
+    spec = make_spec(
+        input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False},
+        sampling={"max_tokens": 2, "n": 2},
+        engine={"max_num_seqs": 2},
+        output={"part_rows": 1},
+    )
+    calls = iter(range(10**6))
+    assert run(spec, stop=lambda: next(calls) > 2).interrupted
+    assert run(spec).rows == 7
+    found = results(spec)["row_index", "finish_reason"].rows()
+    assert found == [(row, "error" if row in (1, 3, 5) else "length") for row in range(7) for _ in range(2)]
+
+
+def test_tokens_on_disk_give_the_same_bits_and_leave_no_file(make_spec, run, tmp_path: Path, monkeypatch) -> None:
+    sections: dict[str, Any] = {
+        "input": {"path": str(small_table(tmp_path)), "messages": "messages"},
+        "sampling": {"max_tokens": 4},
+    }
+    memory, disk = make_spec("memory", **sections), make_spec("disk", **sections)
+    run(memory)
+    monkeypatch.setattr(runner, "Scratch", partial(Scratch, memory_bytes=0))
+    run(disk)
+    assert answers(disk) == answers(memory)
+    assert plan_job(disk).distinct_prompt_tokens == job(memory)["plan"]["distinct_prompt_tokens"]
+    output = Path(disk.output.path)
+    assert sorted(path.name for path in output.iterdir()) == ["job.json", "results", "steps", "timings"]
 
 
 def test_an_empty_table_gives_an_empty_result(make_spec, run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.engine.prompt_table import PromptTable
+from batchgen.engine.prompt_table import BLOCK_TOKENS, PromptTable
 from batchgen.engine.types import Request, RowFailure, Sample, SamplingParams
 
 COMPARE_TOKENS = 1 << 17
@@ -48,11 +48,11 @@ class PrefixPlan:
         return equal & (np.concatenate([[-1], self.lengths[:-1]]) == self.lengths)
 
 
-def plan_prefixes(table: PromptTable) -> PrefixPlan:
-    """Put the prompts in order and measure what neighbours have in common."""
+def plan_prefixes(table: PromptTable, block_tokens: int = BLOCK_TOKENS) -> PrefixPlan:
+    """Put the prompts in order and measure what neighbours have in common, some `block_tokens` at a time."""
     order, shared = np.zeros(len(table), np.int64), np.zeros(len(table), np.int32)
     done = 0
-    for positions, tokens in table.in_order():
+    for positions, tokens in table.in_order(block_tokens):
         block = slice(done, done + len(positions))
         order[block] = positions
         shared[block] = _common_prefixes(tokens, table.lengths[positions])

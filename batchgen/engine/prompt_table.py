@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-WINDOW_TOKENS = 1 << 25
-"""Tokens sorted at a time (128 MiB; sorting takes three times that)."""
+WINDOW_TOKENS, BLOCK_TOKENS = 1 << 24, 1 << 23
+"""Tokens sorted at a time, and merged at a time: 64 and 32 MiB, of which some three copies are needed for the while."""
 
 _BIG_ENDIAN = np.dtype(">i4")
 _TOKEN_BYTES = 4
@@ -76,7 +76,7 @@ class PromptTable:
         builder.append(np.concatenate([np.zeros(0, np.int32), *prompts]), lengths, row_index)
         return builder.finish()
 
-    def in_order(self, block_tokens: int = WINDOW_TOKENS) -> Iterator[tuple[Positions, NDArray[np.int32]]]:
+    def in_order(self, block_tokens: int = BLOCK_TOKENS) -> Iterator[tuple[Positions, NDArray[np.int32]]]:
         """All prompts in lexicographic order, equal ones by position: (positions, tokens as stored, back to back).
 
         A block has about `block_tokens` tokens, at most twice as many (prompts longer than that apart).

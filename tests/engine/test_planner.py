@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from batchgen.engine import planner
 from batchgen.engine.planner import (
-    COMPARE_TOKENS,
     Admission,
     RowWish,
     make_requests,
@@ -52,13 +52,30 @@ def test_plan_equals_sorted_lists(prompts: list[list[int]]) -> None:
     assert plan.distinct_tokens == trie_size(prompts)
 
 
-@pytest.mark.parametrize("length", [1, COMPARE_TOKENS - 1, COMPARE_TOKENS, COMPARE_TOKENS + 1, 5 * COMPARE_TOKENS])
-def test_common_prefixes_of_any_length(length: int) -> None:
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
+@pytest.mark.parametrize("at_a_time", [1, 8, 16, 1000])
+def test_common_prefixes_however_many_tokens_are_compared_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, length: int, at_a_time: int
+) -> None:
+    monkeypatch.setattr(planner, "COMPARE_TOKENS", at_a_time)
     common = [7] * length
-    plan = plan_prefixes(prompt_table([[*common, 9], common, [*common, 8, 8], common]))
-    assert plan.order.tolist() == [1, 3, 2, 0]
-    assert plan.shared.tolist() == [0, length, length, length]
-    assert plan.distinct_tokens == length + 3
+    plan = plan_prefixes(prompt_table([[*common, 9], common, [6], [*common, 8, 8], common, [6]]))
+    assert plan.order.tolist() == [2, 5, 1, 4, 3, 0]
+    assert plan.shared.tolist() == [0, 1, 0, length, length, length]
+    assert plan.distinct_tokens == length + 4
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_groups_of_equal_prompts_however_many_rows_are_looked_at_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(planner, "CHUNK_ROWS", chunk)
+    requests = requests_for([[2], [1], [2], [2], [3], [1]], RowWish(GREEDY, 1, False))
+    assert [[target for target, _ in sample.targets] for r in requests for sample in r.samples] == [
+        [1, 5],
+        [0, 2, 3],
+        [4],
+    ]
 
 
 def test_empty_table() -> None:
@@ -203,6 +220,18 @@ def test_kv_memory_that_just_suffices(length: int, max_tokens: int) -> None:
 def test_kv_memory_that_does_not_suffice(length: int, max_tokens: int, needed: int) -> None:
     expected = f"{needed} tokens of KV memory are needed; engine.kv_memory holds 64"
     assert refusal(length, max_tokens) == ("resource_error", expected)
+
+
+@settings(REPEATABLE, max_examples=300)
+@given(st.lists(st.tuples(st.lists(st.sampled_from([-1, 0, 7, 49, 50]), max_size=12), st.integers(0, 12)), max_size=8))
+def test_many_prompts_are_accepted_as_each_is(rows: list[tuple[list[int], int]]) -> None:
+    admission = Admission(context_length=10, vocab_size=50, kv_tokens=9)
+    tokens = np.array([token for prompt, _ in rows for token in prompt], np.int32)
+    lengths, most = np.array([len(p) for p, _ in rows], np.int32), np.array([count for _, count in rows], np.int64)
+    each = [admission.refusal(ids(*p), SamplingParams(max_tokens=count)) is None for p, count in rows]
+    assert admission.accepts(tokens, lengths, most).tolist() == each
+    rooms = [admission.room(len(p), SamplingParams(max_tokens=count)) for p, count in rows]
+    assert admission.rooms(lengths, most).tolist() == rooms
 
 
 # How much memory a plan wants
