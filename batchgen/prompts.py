@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchgen.engine.planner import Admission, RowWish
+from batchgen.engine.planner import Admission
 from batchgen.engine.prompt_table import PromptTable, PromptTableBuilder, Store
+from batchgen.engine.requests import RowWish
 from batchgen.engine.types import RowFailure, SamplingParams
 from batchgen.errors import RowError
 from batchgen.io.table import InputTable, check_column

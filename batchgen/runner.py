@@ -15,8 +15,10 @@ import numpy as np
 
 from batchgen import __version__
 from batchgen.engine.engine import Engine, EngineLimits
-from batchgen.engine.planner import Admission, PrefixPlan, make_requests, own_pages, pages_at_once, plan_prefixes
+from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefixes
 from batchgen.engine.prompt_table import Store
+from batchgen.engine.requests import make_requests
+from batchgen.engine.run_order import RunOrder, pages_at_once, run_order
 from batchgen.engine.types import Request, RequestOutput, RowFailure
 from batchgen.errors import OutputError
 from batchgen.io.checkpoint import Checkpoint, read_job
@@ -92,6 +94,7 @@ class PreparedJob:
     backend: Backend
     prompts: JobPrompts
     plan: PrefixPlan
+    order: RunOrder
     new_tokens: int  # most that can be generated
     num_pages: int
     pages_wanted: int
@@ -213,10 +216,13 @@ def prepare(
     # A sample starts in the middle of a page, of which all but one take a copy.
     answer_pages = samples * (-(-rooms // engine.page_size) + 1)
     own = own_pages(plan, answer_pages[plan.order], engine.page_size)
-    wanted = pages_at_once(plan, own, engine.page_size, engine.max_num_seqs)
+    longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // engine.page_size)
+    new_tokens = (samples * rooms)[plan.order]
+    order = run_order(plan, new_tokens, engine.schedule, num_pages=most_pages, longest_pages=longest)
+    wanted = pages_at_once(plan, order, own, engine.page_size, engine.max_num_seqs)
     # Memory is taken only as it is touched, so the cache is as large as the whole plan (which shares) where it may be.
     pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing else most_pages
-    return PreparedJob(spec, model, numerics, backend, prompts, plan, int((samples * rooms).sum()), pages, wanted)
+    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, int(new_tokens.sum()), pages, wanted)
 
 
 def check_places(spec: JobSpec, table: InputTable) -> None:
@@ -280,6 +286,7 @@ class _Run:
                 context_length=shape.context_length,
                 vocab_size=shape.vocab_size,
                 prefix_sharing=engine.prefix_sharing,
+                prefill_first=engine.schedule == "prefill_first",
             ),
         )
         output = job.spec.output
@@ -341,7 +348,8 @@ class _Run:
     def _requests(self) -> Iterator[Request]:
         """The plan's requests without the answers that are there already."""
         prompts, sharing = self._job.prompts, self._job.spec.engine.prefix_sharing
-        requests = make_requests(prompts.table, self._job.plan, prompts.wishes.__getitem__, sharing=sharing)
+        plan, order, wish = self._job.plan, self._job.order, prompts.wishes.__getitem__
+        requests = make_requests(prompts.table, plan, order, wish, sharing=sharing)
         return self._left_of(requests) if len(self._checkpoint.done) else requests
 
     def _left_of(self, requests: Iterator[Request]) -> Iterator[Request]:
@@ -352,7 +360,7 @@ class _Run:
                 samples = [(s, tuple(target for target in s.targets if not next(done))) for s in request.samples]
                 left = tuple(replace(sample, targets=targets) for sample, targets in samples if targets)
                 if left:
-                    yield Request(request.prompt_token_ids, left)
+                    yield replace(request, samples=left)
 
     def _are_done(self, targets: list[tuple[int, int]]) -> list[bool]:
         rows, samples = np.array(targets, np.int64).reshape(-1, 2).T

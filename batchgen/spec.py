@@ -337,6 +337,10 @@ class EngineSpec(_Part):
         default=2048, description="most tokens per engine step"
     )
     max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = Field(default=256, description="most sequences at a time")
+    schedule: Literal["planned", "fifo", "prefill_first"] = Field(
+        default="planned",
+        description="planned: by shared prefixes; fifo: in table order; prefill_first: planned, prompts before answers",
+    )
     prefix_sharing: bool = Field(default=True, description="compute a prefix that rows share once")
     threads: Auto[Annotated[int, Field(ge=1, le=1024)]] = Field(
         default="auto", description="CPU threads; auto: one per core"

@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchgen.engine.engine import Engine, EngineLimits
-from batchgen.engine.planner import make_requests
+from batchgen.engine.requests import make_requests
 from batchgen.engine.types import Request, Sample, SamplingParams
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import open_table
@@ -233,7 +233,7 @@ def _counts(job: PreparedJob, tokens: int) -> dict[str, Any]:
 def _request_us(job: PreparedJob, count: int = 100_000) -> float:
     """Microseconds to make one of the first requests."""
     begun = time.perf_counter()
-    requests = make_requests(job.prompts.table, job.plan, job.prompts.wishes.__getitem__)
+    requests = make_requests(job.prompts.table, job.plan, job.order, job.prompts.wishes.__getitem__)
     made = sum(1 for _ in islice(requests, count))
     return (time.perf_counter() - begun) / max(made, 1) * 1e6
 

@@ -14,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from batchgen import prompt_sources, prompts
-from batchgen.engine.planner import Admission, RowWish, plan_prefixes
+from batchgen.engine.planner import Admission, plan_prefixes
 from batchgen.engine.prompt_table import MemoryStore, PromptTableBuilder, Store
+from batchgen.engine.requests import RowWish
 from batchgen.engine.types import SamplingParams
 from batchgen.errors import InputError, RowError
 from batchgen.io.scratch import Scratch
@@ -223,7 +224,10 @@ def test_refusals_look_at_each_rows_own_parameters(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, {"token_ids": "ids"}, {"max_tokens": "{{ most }}", "n": 2})
     reader = PromptReader(spec, Characters(), None)  # type: ignore[arg-type]
     result = reader.read(open_table(spec.input.path), Admission(100, 50, 14), MemoryStore())
-    assert found(result)[2] == ("resource_error", "100 tokens of KV memory are needed; engine.kv_memory holds 14")
+    assert found(result)[2] == (
+        "resource_error",
+        "100 tokens of KV memory are needed; engine.kv_memory holds 14: beside max_tokens a prompt of 0 would fit",
+    )
     assert result.table.row_index.tolist() == [0, 1] and result.failures[0].samples == 2
 
 

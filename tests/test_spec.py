@@ -56,6 +56,7 @@ def test_defaults(load):
         "kv_memory": "auto",
         "max_batch_tokens": 2048,
         "max_num_seqs": 256,
+        "schedule": "planned",
         "prefix_sharing": True,
         "threads": "auto",
     }

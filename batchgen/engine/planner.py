@@ -5,20 +5,17 @@ common prefixes of neighbours *are* the trie. A row then needs nothing but its p
 earlier row, it shares with that one.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.engine.prompt_table import BLOCK_TOKENS, PromptTable
-from batchgen.engine.types import Request, RowFailure, Sample, SamplingParams
+from batchgen.engine.types import RowFailure, SamplingParams
 
 COMPARE_TOKENS = 1 << 17
 """Tokens compared with their neighbours' at a time: bounds memory."""
-CHUNK_ROWS = 1 << 14
-"""Rows whose place in the order is turned into Python's numbers at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,78 +132,12 @@ class Admission:
             return RowFailure("prompt_too_long", text)
         needed = length + max(self.room(length, params) - 1, 0)
         if needed > self.kv_tokens:
+            fits = self.kv_tokens - params.max_tokens + 1
             text = f"{needed} tokens of KV memory are needed; engine.kv_memory holds {self.kv_tokens}"
-            return RowFailure("resource_error", text)
+            return RowFailure("resource_error", f"{text}: beside max_tokens a prompt of {max(fits, 0)} would fit")
         return None
 
 
 def own_pages(plan: PrefixPlan, answer_pages: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
     """KV pages that each row adds to its predecessor's, in plan order; `answer_pages` those of what it generates."""
     return -(-plan.lengths // page_size) - plan.shared // page_size + answer_pages
-
-
-def pages_at_once(plan: PrefixPlan, own: NDArray[np.int64], page_size: int, max_num_seqs: int) -> int:
-    """About how many KV pages keep `max_num_seqs` requests going.
-
-    The own pages of as many neighbours in the plan, and those of the longest prefix that they can share with what ran
-    before. Rows that answer much longer than their neighbours can make it more.
-    """
-    if not len(plan.order):
-        return 0
-    total = np.concatenate([[0], np.cumsum(own)])[np.append(np.flatnonzero(~plan.repeats), len(own))]
-    width = min(max_num_seqs, len(total) - 1)
-    return int((total[width:] - total[:-width]).max() + -(-plan.lengths.max() // page_size))
-
-
-@dataclass(frozen=True, slots=True)
-class RowWish:
-    """What a row asks for: `n` answers under `params`; `own_seed` when the seed is a value of the row itself."""
-
-    params: SamplingParams
-    n: int
-    own_seed: bool
-
-
-def make_requests(
-    table: PromptTable, plan: PrefixPlan, wish: Callable[[int], RowWish], *, sharing: bool = True
-) -> Iterator[Request]:
-    """Requests in plan order, made as they are asked for; `wish` is asked once per position of the table.
-
-    Equal prompts become one request. Without `sharing` every answer is a request of its own, with the same random
-    numbers as it has with sharing.
-    """
-    for begin, end in _equal_prompts(plan):
-        members = plan.order[begin:end].tolist()
-        prompt, samples = table.prompt(members[0]), _join_samples(table, members, wish)
-        if sharing:
-            yield Request(prompt, samples)
-        else:
-            for sample in samples:
-                yield from (Request(prompt, (replace(sample, targets=(target,)),)) for target in sample.targets)
-
-
-def _equal_prompts(plan: PrefixPlan) -> Iterator[tuple[int, int]]:
-    """Where in the order each group of equal prompts begins and ends."""
-    repeats, begin = plan.repeats, 0
-    for first in range(0, len(repeats), CHUNK_ROWS):
-        for head in (first + np.flatnonzero(~repeats[first : first + CHUNK_ROWS])).tolist():
-            if head:
-                yield begin, head
-            begin = head
-    if len(repeats):
-        yield begin, len(repeats)
-
-
-def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], RowWish]) -> tuple[Sample, ...]:
-    """The k-th of several equal rows draws from the k-th streams; rows that must agree share one sample."""
-    numbers: dict[SamplingParams, int] = {}
-    targets: dict[tuple[SamplingParams, int], list[tuple[int, int]]] = {}
-    for position in members:
-        row, asked = int(table.row_index[position]), wish(position)
-        params = asked.params.without_unused()
-        first = 0 if asked.own_seed else numbers.get(params, 0)
-        numbers[params] = first + asked.n
-        for k in range(asked.n):
-            number = 0 if params.greedy else first + k
-            targets.setdefault((params, number), []).append((row, k))
-    return tuple(Sample(params, tuple(rows), number) for (params, number), rows in targets.items())

@@ -67,12 +67,13 @@ class Request:
     """A distinct prompt (int32 token ids) and every answer that is wanted of it.
 
     Requests of one `lane` come in an order in which each shares most with the one before it; there may be two, from
-    both ends of a plan.
+    both ends of a plan. `shared_tokens`: leading ones that some other request has, too.
     """
 
     prompt_token_ids: NDArray[np.int32]
     samples: tuple[Sample, ...]
     lane: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

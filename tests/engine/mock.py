@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.engine.engine import Engine, EngineLimits
-from batchgen.engine.planner import RowWish, make_requests, plan_prefixes
+from batchgen.engine.planner import plan_prefixes
 from batchgen.engine.prompt_table import PromptTable
+from batchgen.engine.requests import RowWish, make_requests
+from batchgen.engine.run_order import plan_order
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.types import Request, RequestOutput, StepRecord
 from batchgen.kernels.base import StepBatch, StepResult
@@ -322,7 +324,8 @@ def requests_for(
     """The requests of a table in plan order; one wish for all rows, or one for each."""
     table = prompt_table(prompts)
     each = [wishes] * len(table) if isinstance(wishes, RowWish) else wishes
-    return list(make_requests(table, plan_prefixes(table), each.__getitem__, sharing=sharing))
+    plan = plan_prefixes(table)
+    return list(make_requests(table, plan, plan_order(plan), each.__getitem__, sharing=sharing))
 
 
 def trie_size(prompts: Iterable[Iterable[int]]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen.engine.planner import RowWish
+from batchgen.engine.requests import RowWish
 from batchgen.engine.types import Request, RequestOutput, Sample, SamplingParams
 from tests.engine.mock import ByteDetokenizer, Draw, HashModel, Rig, letters, requests_for, scripted
 

@@ -8,13 +8,16 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.planner import RowWish, make_requests, plan_prefixes
+from batchgen.engine.planner import plan_prefixes
 from batchgen.engine.prompt_table import PromptTable
+from batchgen.engine.requests import RowWish, make_requests
+from batchgen.engine.run_order import Policy, run_order
 from batchgen.engine.sampler import random_key
 from batchgen.engine.scheduler import RISK
 from batchgen.engine.types import Request, RequestOutput, SamplingParams
 from tests.engine.mock import ByteDetokenizer, Draw, HashModel, Rig, letters, prompt_table, trie_size
 
+POLICIES: list[Policy] = ["planned", "planned", "fifo", "prefill_first"]
 VOCAB = 30
 CONTEXT = 300
 AMPLE = 1_000_000
@@ -34,7 +37,7 @@ class Job:
     max_batch_tokens: int
     max_num_seqs: int
     sharing: bool
-    prefill_first: bool = False
+    policy: Policy = "planned"
     rash: bool = False
 
     @property
@@ -90,7 +93,7 @@ def jobs(draw: st.DrawFn) -> Job:
         max_batch_tokens=max(batch_tokens, tokens // MOST_STEPS),  # one token a step takes a small table
         max_num_seqs=draw(st.integers(1, 20)),
         sharing=draw(st.booleans()),
-        prefill_first=draw(st.booleans()),
+        policy=draw(st.sampled_from(POLICIES)),
     )
 
 
@@ -113,7 +116,7 @@ def tight_jobs(draw: st.DrawFn) -> Job:
         max_batch_tokens=draw(st.sampled_from([20, 33, 100, 500])),
         max_num_seqs=draw(st.integers(2, 20)),
         sharing=draw(st.sampled_from([True, True, False])),
-        prefill_first=draw(st.booleans()),
+        policy=draw(st.sampled_from(POLICIES)),
         rash=draw(st.booleans()),
     )
 
@@ -189,14 +192,19 @@ def rig_for(job: Job, detokenizer: ByteDetokenizer = DETOKENIZER) -> Rig:
         CONTEXT,
         VOCAB,
         job.sharing,
-        job.prefill_first,
+        job.policy == "prefill_first",
         job.rash,
     )
 
 
-def job_requests(job: Job) -> Iterator[Request]:
-    table = prompt_table(job.prompts)
-    return make_requests(table, plan_prefixes(table), job.wishes.__getitem__, sharing=job.sharing)
+def job_requests(job: Job, table: PromptTable | None = None) -> Iterator[Request]:
+    table = table or prompt_table(job.prompts)
+    plan = plan_prefixes(table)
+    wishes = [job.wishes[row] for row in table.row_index]
+    new_tokens = np.array([wishes[i].n * wishes[i].params.max_tokens for i in plan.order], np.int64)
+    longest = max(len(p) + w.params.max_tokens for p, w in zip(job.prompts, job.wishes, strict=True))
+    order = run_order(plan, new_tokens, job.policy, num_pages=job.num_pages, longest_pages=-(-longest // job.page_size))
+    return make_requests(table, plan, order, wishes.__getitem__, sharing=job.sharing)
 
 
 def run_job(job: Job) -> Rig:
@@ -244,10 +252,10 @@ def test_answers_are_the_same_when_memory_is_tight_and_requests_come_late(job: J
 
 
 @settings(REPEATABLE, max_examples=80)
-@given(jobs())
-def test_nothing_is_computed_twice(job: Job) -> None:
+@given(jobs(), st.sampled_from(["planned", "prefill_first"]))
+def test_nothing_is_computed_twice(job: Job, policy: Policy) -> None:
     """With memory enough, as many prompt tokens are computed as the trie of prompts has nodes."""
-    job = replace(job, spare_pages=AMPLE, sharing=True)
+    job = replace(job, spare_pages=AMPLE, sharing=True, policy=policy)
     rig = run_job(job)
     assert rig.engine.scheduler.preemptions == 0
     assert rig.prefill_tokens == trie_size(job.runs)
@@ -280,7 +288,7 @@ def test_row_order_changes_nothing(job: Job, data: st.DataObject) -> None:
     order = shuffled_but_for_equal_rows(job, data.draw(st.permutations(range(len(job.prompts)))))
     table = PromptTable.from_prompts([np.array(job.prompts[row], np.int32) for row in order], np.array(order))
     rig = rig_for(job)
-    rig.run(make_requests(table, plan_prefixes(table), lambda i: job.wishes[order[i]], sharing=job.sharing))
+    rig.run(job_requests(job, table))
     check_answers(job, rig)
 
 
@@ -288,7 +296,8 @@ def test_row_order_changes_nothing(job: Job, data: st.DataObject) -> None:
 @given(jobs())
 def test_tight_memory_costs_no_token(job: Job) -> None:
     """Who does not fit beside the kept pages takes them over: any memory that holds the longest row is enough."""
-    rig = run_job(replace(job, spare_pages=min(job.spare_pages, 3), sharing=True))
+    policy: Policy = "prefill_first" if job.policy == "prefill_first" else "planned"
+    rig = run_job(replace(job, spare_pages=min(job.spare_pages, 3), sharing=True, policy=policy))
     answered = [output for output in rig.outputs.values() if len(output.token_ids)]
     assert rig.engine.scheduler.preemptions == 0
     assert rig.prefill_tokens == trie_size(job.runs)

@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from batchgen.engine import planner
+from batchgen.engine import planner, requests
 from batchgen.engine.planner import (
     Admission,
-    RowWish,
-    make_requests,
     own_pages,
-    pages_at_once,
     plan_prefixes,
 )
 from batchgen.engine.prompt_table import PromptTable
+from batchgen.engine.requests import RowWish, make_requests
+from batchgen.engine.run_order import pages_at_once, plan_order
 from batchgen.engine.types import Request, RowFailure, SamplingParams
 from tests.engine.mock import HashModel, Rig, letters, prompt_table, requests_for, trie_size
 
@@ -69,9 +68,9 @@ def test_common_prefixes_however_many_tokens_are_compared_at_a_time(
 def test_groups_of_equal_prompts_however_many_rows_are_looked_at_at_a_time(
     monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(planner, "CHUNK_ROWS", chunk)
-    requests = requests_for([[2], [1], [2], [2], [3], [1]], RowWish(GREEDY, 1, False))
-    assert [[target for target, _ in sample.targets] for r in requests for sample in r.samples] == [
+    monkeypatch.setattr(requests, "CHUNK_REQUESTS", chunk)
+    made = requests_for([[2], [1], [2], [2], [3], [1]], RowWish(GREEDY, 1, False))
+    assert [[target for target, _ in sample.targets] for r in made for sample in r.samples] == [
         [1, 5],
         [0, 2, 3],
         [4],
@@ -81,7 +80,7 @@ def test_groups_of_equal_prompts_however_many_rows_are_looked_at_at_a_time(
 def test_empty_table() -> None:
     plan = plan_prefixes(prompt_table([]))
     assert (plan.prompt_tokens, plan.distinct_tokens, len(plan.order)) == (0, 0, 0)
-    assert pages_at_once(plan, np.zeros(0, np.int64), 32, 4) == 0
+    assert pages_at_once(plan, plan_order(plan), np.zeros(0, np.int64), 32, 4) == 0
     assert requests_for([], []) == []
 
 
@@ -101,7 +100,7 @@ def test_table_keeps_prompts_and_row_numbers() -> None:
     assert [table.prompt(i).tolist() for i in range(3)] == [[1, 2], [], [3]]
     assert table.lengths.tolist() == [2, 0, 1]
     plan = plan_prefixes(table)
-    assert [targets(r) for r in make_requests(table, plan, lambda i: RowWish(GREEDY, 1, False))] == [
+    assert [targets(r) for r in make_requests(table, plan, plan_order(plan), lambda i: RowWish(GREEDY, 1, False))] == [
         [(((20, 0),), 0)],
         [(((10, 0),), 0)],
         [(((30, 0),), 0)],
@@ -176,7 +175,8 @@ def test_without_sharing_each_answer_is_a_request_with_the_same_sample_number(
 def test_a_wish_is_asked_once_per_row() -> None:
     asked: list[int] = []
     table = prompt_table([[1], [2], [1]])
-    list(make_requests(table, plan_prefixes(table), lambda i: asked.append(i) or RowWish(SAMPLED, 2, False)))  # type: ignore[func-returns-value]
+    plan = plan_prefixes(table)
+    list(make_requests(table, plan, plan_order(plan), lambda i: asked.append(i) or RowWish(SAMPLED, 2, False)))  # type: ignore[func-returns-value]
     assert sorted(asked) == [0, 1, 2]
 
 
@@ -216,10 +216,16 @@ def test_kv_memory_that_just_suffices(length: int, max_tokens: int) -> None:
     assert refusal(length, max_tokens) is None
 
 
-@pytest.mark.parametrize(("length", "max_tokens", "needed"), [(65, 1, 65), (64, 2, 65), (60, 6, 65), (90, 500, 100)])
-def test_kv_memory_that_does_not_suffice(length: int, max_tokens: int, needed: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "needed", "fits"), [(65, 1, 65, 64), (64, 2, 65, 63), (60, 6, 65, 59), (90, 500, 100, 0)]
+)
+def test_kv_memory_that_does_not_suffice(length: int, max_tokens: int, needed: int, fits: int) -> None:
     expected = f"{needed} tokens of KV memory are needed; engine.kv_memory holds 64"
-    assert refusal(length, max_tokens) == ("resource_error", expected)
+    assert refusal(length, max_tokens) == (
+        "resource_error",
+        f"{expected}: beside max_tokens a prompt of {fits} would fit",
+    )
+    assert not fits or refusal(fits, max_tokens) is None
 
 
 @settings(REPEATABLE, max_examples=300)
@@ -268,9 +274,10 @@ def most_pages(
         context_length=400,
         vocab_size=30,
     )
-    rig.run(make_requests(table, plan, wishes.__getitem__))
+    rig.run(make_requests(table, plan, plan_order(plan), wishes.__getitem__))
     answer_pages = np.array([-(-count // page_size) + 1 for _, count in rows])[plan.order]
-    return rig.most_pages, pages_at_once(plan, own_pages(plan, answer_pages, page_size), page_size, seqs)
+    own = own_pages(plan, answer_pages, page_size)
+    return rig.most_pages, pages_at_once(plan, plan_order(plan), own, page_size, seqs)
 
 
 @settings(REPEATABLE, max_examples=60)

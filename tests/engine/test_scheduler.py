@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from batchgen.engine.block_manager import BlockManager
-from batchgen.engine.planner import RowWish
+from batchgen.engine.requests import RowWish
 from batchgen.engine.scheduler import Scheduler, Sequence, StepPlan, common_prefix
 from batchgen.engine.types import Request, Sample, SamplingParams
 from tests.engine.mock import HashModel, Rig, requests_for

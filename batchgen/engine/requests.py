@@ -1,0 +1,70 @@
+"""Requests of a plan, made as they are asked for."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from batchgen.engine.planner import PrefixPlan
+from batchgen.engine.prompt_table import PromptTable
+from batchgen.engine.run_order import RunOrder
+from batchgen.engine.types import Request, Sample, SamplingParams
+
+CHUNK_REQUESTS = 1 << 14
+"""Requests whose place in the plan is turned into Python's numbers at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowWish:
+    """What a row asks for: `n` answers under `params`; `own_seed` when the seed is a value of the row itself."""
+
+    params: SamplingParams
+    n: int
+    own_seed: bool
+
+
+def make_requests(
+    table: PromptTable, plan: PrefixPlan, order: RunOrder, wish: Callable[[int], RowWish], *, sharing: bool = True
+) -> Iterator[Request]:
+    """The requests in their order; `wish` is asked once per position of the table.
+
+    Equal prompts become one request. Without `sharing` every answer is a request of its own, with the same random
+    numbers as it has with sharing.
+    """
+    for begin, end, lane in _places(order):
+        members = plan.order[begin:end].tolist()
+        request = Request(
+            table.prompt(members[0]), _join_samples(table, members, wish), lane, _shared_tokens(plan, begin, end)
+        )
+        if sharing:
+            yield request
+        else:
+            for sample in request.samples:
+                yield from (replace(request, samples=(replace(sample, targets=(t,)),)) for t in sample.targets)
+
+
+def _places(order: RunOrder) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, lane) of each request."""
+    for first in range(0, len(order), CHUNK_REQUESTS):
+        part = slice(first, first + CHUNK_REQUESTS)
+        yield from zip(order.begins[part].tolist(), order.ends[part].tolist(), order.lanes[part].tolist(), strict=True)
+
+
+def _shared_tokens(plan: PrefixPlan, begin: int, end: int) -> int:
+    """What a prompt has in common with one of its neighbours in the plan, so with any other prompt."""
+    return int(np.max(plan.shared[[begin, end]] if end < len(plan.shared) else plan.shared[begin]))
+
+
+def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], RowWish]) -> tuple[Sample, ...]:
+    """The k-th of several equal rows draws from the k-th streams; rows that must agree share one sample."""
+    numbers: dict[SamplingParams, int] = {}
+    targets: dict[tuple[SamplingParams, int], list[tuple[int, int]]] = {}
+    for position in members:
+        row, asked = int(table.row_index[position]), wish(position)
+        params = asked.params.without_unused()
+        first = 0 if asked.own_seed else numbers.get(params, 0)
+        numbers[params] = first + asked.n
+        for k in range(asked.n):
+            number = 0 if params.greedy else first + k
+            targets.setdefault((params, number), []).append((row, k))
+    return tuple(Sample(params, tuple(rows), number) for (params, number), rows in targets.items())
