@@ -176,11 +176,13 @@ class Memory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.05):
+        ended = False
+        while not ended:
             lines = Path("/proc/self/status").read_text().splitlines()
             sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
             self.anonymous = max(self.anonymous, sizes["RssAnon"])
             self.total = max(self.total, sum(sizes.values()))
+            ended = self._ended.wait(0.05)
 
 
 def measure(folder: Path, rows: int, tokens: int, token_ids: bool, model: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from benchmarks import compare, targets, workloads
+from benchmarks import compare, scale, targets, workloads
 
 ROOT = Path(__file__).parent.parent
 
@@ -191,3 +191,13 @@ def test_batchgen_runs_a_table() -> None:
     assert result["computed_prompt_tokens"] <= 512
     assert result["seconds"] > 0
     assert "first_step_seconds" not in result
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+def test_a_large_table_is_what_it_is_said_to_be(tmp_path, monkeypatch, model_path, token_ids: bool) -> None:
+    monkeypatch.setattr(scale, "DOCUMENTS", 5)
+    figures = scale.measure(tmp_path, rows=600, tokens=60, token_ids=token_ids, model=str(model_path))
+    assert (figures["rows"], figures["failed_rows"]) == (600, 0)
+    assert figures["prompt_tokens"] == pytest.approx(600 * 60, rel=0.1)
+    assert figures["planned_tokens"] == pytest.approx(figures["least_tokens"], rel=0.1)
+    assert 0 < figures["peak_anonymous_gb"] <= figures["peak_total_gb"]
