@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,11 +19,11 @@ from batchgen.errors import BatchgenError, OutputError
 
 if TYPE_CHECKING:
     from batchgen.bench import Bench, StepFigure
-    from batchgen.runner import JobPlan, JobSummary
+    from batchgen.job_plan import JobPlan
+    from batchgen.runner import JobSummary
     from batchgen.spec import JobSpec
 
 DONE, STOPPED, BAD_USAGE, ROWS_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-SHOWN_FAILURES = 20
 
 EXIT_CODES = f"""Exit codes:
 
@@ -236,63 +236,37 @@ def plan(
     limit: Limit = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a job will compute, and which rows will fail, without loading weights."""
+    """Say what a job will compute, share and take, and which rows will fail, without loading weights."""
     job = _load(spec, _overrides(sets, limit))
-    from batchgen.runner import plan_job
+    from batchgen.job_plan import plan_job
 
     result = plan_job(job)
     if as_json:
-        print(json.dumps(_plan_values(result), indent=2, ensure_ascii=False))
+        print(json.dumps(result.values(), indent=2, ensure_ascii=False))
     else:
-        _show_plan(result)
+        _show_plan(result, spec)
 
 
-_PLAN_FIELDS = (
-    "rows",
-    "samples",
-    "prompt_tokens",
-    "distinct_prompt_tokens",
-    "duplicate_rows",
-    "max_new_tokens",
-    "kv_bytes_needed",
-    "kv_pages_needed",
-    "longest_prompt",
-    "context_length",
-    "bos_doubled",
-    "tokenize_seconds",
-    "tokenize_tokens_per_second",
-)
+def _show_plan(result: "JobPlan", spec: Path) -> None:
+    from batchgen import plan_view as view
+
+    _show_pairs("plan", view.plan_pairs(result, str(spec)))
+    if view.has_prefixes(result):
+        _show_tree(view.prefix_title(result), result)
+    for note in view.plan_notes(result):
+        print(note)
 
 
-def _plan_values(result: "JobPlan") -> dict[str, Any]:
-    failing = [
-        {"row_index": row, "id": name, "code": why.code, "message": why.message}
-        for row, name, why in result.failing_rows
-    ]
-    return {**{name: getattr(result, name) for name in _PLAN_FIELDS}, "failing_rows": failing}
+def _show_tree(title: str, result: "JobPlan") -> None:
+    """A tree on a terminal; elsewhere indented lines."""
+    from batchgen.plan_view import prefix_lines, prefix_tree
 
+    if sys.stdout.isatty():
+        from rich.console import Console
 
-def _show_plan(result: "JobPlan") -> None:
-    shared = 1 - result.distinct_prompt_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
-    pairs = [
-        ("rows", f"{result.rows:,}"),
-        ("answers", f"{result.samples:,}"),
-        ("rows that will fail", f"{len(result.failing_rows):,}"),
-        ("rows equal to another", f"{result.duplicate_rows:,}"),
-        ("prompt tokens", f"{result.prompt_tokens:,}"),
-        ("prompt tokens to compute", f"{result.distinct_prompt_tokens:,} ({shared:.1%} saved by sharing)"),
-        ("new tokens at most", f"{result.max_new_tokens:,}"),
-        ("longest prompt", f"{result.longest_prompt:,} of {result.context_length:,} tokens"),
-        ("KV memory", f"{_size(result.kv_bytes_needed)} ({result.kv_pages_needed:,} pages)"),
-        ("tokenised in", f"{result.tokenize_seconds:,.1f} s ({result.tokenize_tokens_per_second:,.0f} tokens/s)"),
-    ]
-    if result.bos_doubled:
-        pairs.append(("BOS in the text, not doubled", f"{result.bos_doubled:,} rows"))
-    _show_pairs("plan", pairs)
-    for row, name, why in result.failing_rows[:SHOWN_FAILURES]:
-        print(f"row {row}{f' ({name})' if name else ''} will fail: {why.code}: {why.message}")
-    if len(result.failing_rows) > SHOWN_FAILURES:
-        print(f"... and {len(result.failing_rows) - SHOWN_FAILURES:,} more (--json lists all)")
+        Console(highlight=False).print(prefix_tree(result.prefixes, title))
+        return
+    print(f"{title}:", *prefix_lines(result.prefixes, 1), sep="\n")
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
@@ -450,16 +424,6 @@ def _shown(value: object) -> str:
             return "none"
         case _:
             return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _size(count: int) -> str:
-    """Bytes in the unit that fits: `1.5 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 if __name__ == "__main__":

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchgen import __version__
+from batchgen.calibration import Machine, learn, measured_run, read_calibration, this_machine
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefixes
 from batchgen.engine.prompt_table import Store
 from batchgen.engine.requests import make_requests
 from batchgen.engine.run_order import RunOrder, pages_at_once, run_order
-from batchgen.engine.types import Request, RequestOutput, RowFailure
+from batchgen.engine.types import Request, RequestOutput
 from batchgen.errors import OutputError
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
@@ -42,6 +44,7 @@ from batchgen.loading import (
     resolve_numerics,
     thread_count,
 )
+from batchgen.planned import Planned, planned
 from batchgen.progress import Progress, ProgressListener
 from batchgen.prompts import JobPrompts, OnRows, PromptReader
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
@@ -64,26 +67,6 @@ class JobSummary:
     already_done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class JobPlan:
-    """What a job will compute. Tokens and pages are counts; `failing_rows` are (row_index, id, why)."""
-
-    rows: int
-    samples: int
-    failing_rows: list[tuple[int, str | None, RowFailure]]
-    prompt_tokens: int
-    distinct_prompt_tokens: int
-    duplicate_rows: int
-    max_new_tokens: int
-    kv_bytes_needed: int
-    kv_pages_needed: int
-    longest_prompt: int
-    context_length: int
-    bos_doubled: int
-    tokenize_seconds: float
-    tokenize_tokens_per_second: float  # of reading, rendering and encoding
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedJob:
     """Everything that is known before weights are loaded."""
@@ -95,7 +78,8 @@ class PreparedJob:
     prompts: JobPrompts
     plan: PrefixPlan
     order: RunOrder
-    new_tokens: int  # most that can be generated
+    samples: NDArray[np.int64]  # answers of each prompt of the table, and the most tokens of each of them
+    rooms: NDArray[np.int64]
     num_pages: int
     pages_wanted: int
 
@@ -125,12 +109,17 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
         with Scratch(checkpoint.work) as scratch:
             planning = time.perf_counter()
             job = prepare(spec, table, model, numerics, scratch, _telling(progress, table, started))
-            planned = time.perf_counter() - planning
+            machine = this_machine(sha256, numerics, thread_count(spec.engine))
+            figures = planned(job, read_calibration(machine))
+            plan_seconds = time.perf_counter() - planning
             loaded = load_model(model, job.backend, _step_limits(job), progress.message)
             try:
-                return _Run(job, loaded, table, checkpoint, progress, started, planned).run(stop)
+                summary = _Run(job, figures, loaded, table, checkpoint, progress, started, plan_seconds).run(stop)
             finally:
                 job.backend.close()
+    if not summary.interrupted and summary.totals["generated_tokens"]:
+        _learn(machine, spec, summary, progress)
+    return summary
 
 
 def _telling(progress: ProgressListener, table: InputTable, started: float) -> OnRows:
@@ -154,32 +143,13 @@ def _telling(progress: ProgressListener, table: InputTable, started: float) -> O
     return on_rows
 
 
-def plan_job(spec: JobSpec) -> JobPlan:
-    """What a job will compute, from the table and the model's header alone."""
-    table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
-    check_columns(table.schema, spec.output.columns, spec.output.prefix)
-    path, _ = locate_model(spec.model, lambda text: None)
-    model = open_model(path, spec.model.pre_tokenizer)
-    PromptReader(spec, model.tokenizer, model.chat).check(table)
-    with Scratch(cache_directory()) as scratch:
-        job = prepare(spec, table, model, resolve_numerics(spec.model, spec.engine), scratch)
-    job.backend.close()
-    return JobPlan(
-        rows=len(job.prompts.row_index),
-        samples=int(job.prompts.samples.sum()),
-        failing_rows=[(f.row_index, f.name, f.failure) for f in job.prompts.failures],
-        prompt_tokens=job.plan.prompt_tokens,
-        distinct_prompt_tokens=job.plan.distinct_tokens,
-        duplicate_rows=int(job.plan.repeats.sum()),
-        max_new_tokens=job.new_tokens,
-        kv_bytes_needed=job.pages_wanted * job.page_bytes,
-        kv_pages_needed=job.pages_wanted,
-        longest_prompt=int(job.plan.lengths.max(initial=0)),
-        context_length=model.config.shape.context_length,
-        bos_doubled=job.prompts.bos_in_text,
-        tokenize_seconds=job.prompts.tokenize_seconds,
-        tokenize_tokens_per_second=job.prompts.tokens_per_second,
-    )
+def _learn(machine: Machine, spec: JobSpec, summary: JobSummary, progress: ProgressListener) -> None:
+    """Let the next plan know what this finished run took."""
+    output, may_end = spec.output, spec.sampling.ignore_eos is False
+    try:
+        learn(machine, measured_run(summary.output_dir, output.prefix, may_end, summary.totals["load_seconds"]))
+    except OSError as error:
+        progress.message(f"what this run tells of the machine's speed is not kept: {error}")
 
 
 def show_model(source: str) -> dict[str, Any]:
@@ -219,10 +189,10 @@ def prepare(
     longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // engine.page_size)
     new_tokens = (samples * rooms)[plan.order]
     order = run_order(plan, new_tokens, engine.schedule, num_pages=most_pages, longest_pages=longest)
-    wanted = pages_at_once(plan, order, own, engine.page_size, engine.max_num_seqs)
+    wanted = min(pages_at_once(plan, order, own, engine.page_size, engine.max_num_seqs), int(own.sum()))
     # Memory is taken only as it is touched, so the cache is as large as the whole plan (which shares) where it may be.
     pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing else most_pages
-    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, int(new_tokens.sum()), pages, wanted)
+    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, samples, rooms, pages, wanted)
 
 
 def check_places(spec: JobSpec, table: InputTable) -> None:
@@ -264,14 +234,15 @@ class _Run:
     def __init__(
         self,
         job: PreparedJob,
+        figures: Planned,
         loaded: LoadedModel,
         table: InputTable,
         checkpoint: Checkpoint,
         progress: ProgressListener,
         started: float,
-        planned: float,
+        plan_seconds: float,
     ):
-        self._plan_seconds = planned
+        self._figures, self._plan_seconds = figures, plan_seconds
         self._job, self._loaded, self._table, self._checkpoint = job, loaded, table, checkpoint
         self._progress, self._started = progress, started
         engine, shape = job.spec.engine, job.model.config.shape
@@ -407,7 +378,7 @@ class _Run:
 
     def _done_share(self) -> float:
         """By tokens while answers are under way, by rows when these turn out shorter than they might."""
-        rows, tokens = len(self._job.prompts.row_index), self._job.plan.distinct_tokens + self._job.new_tokens
+        rows, tokens = self._figures.rows, self._figures.computed_prompt_tokens + self._figures.max_new_tokens
         before = self._before.get("rows", 0) / max(rows, 1)  # rows that were under way start over
         by_rows = before + self._rows / max(rows, 1)
         by_tokens = before + (self._computed + self._engine.scheduler.generated_tokens) / max(tokens, 1)
@@ -450,11 +421,7 @@ class _Run:
             "numerics": asdict(job.numerics),
             "versions": _versions(),
             "cpu": _cpu(),
-            "plan": {
-                "prompt_tokens": job.plan.prompt_tokens,
-                "distinct_prompt_tokens": job.plan.distinct_tokens,
-                "kv_pages": job.num_pages,
-            },
+            "plan": asdict(self._figures),
             "preemptions": self._engine.scheduler.preemptions,
             "totals": self._totals(generated),
         }

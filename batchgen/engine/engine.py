@@ -119,6 +119,7 @@ class Engine:
         computed = self._clock()
         pages = self.blocks.num_used
         prefill = sum(s.num_prompt_tokens for s in plan.scheduled)
+        prefill_context, decode_context = map(sum, zip(*(s.context for s in plan.scheduled), strict=True))
         outputs += self._update(sampling.draws, result.token_ids.tolist(), result.logprobs.tolist(), computed)
         end = self._clock()
         record = StepRecord(
@@ -133,6 +134,8 @@ class Engine:
             forward_ns=computed - scheduled,
             sample_ns=end - computed,
             write_ns=0,
+            num_prefill_context=prefill_context,
+            num_decode_context=decode_context,
         )
         self._step += 1
         return outputs, record

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,13 @@ class ScheduledSequence:
         """How many of its tokens are of the prompt."""
         return max(0, min(self.start + self.count, self.sequence.num_prompt_tokens) - self.start)
 
+    @property
+    def context(self) -> tuple[int, int]:
+        """How many tokens its tokens of the prompt attend to, each up to itself, all together; and the others."""
+        prompt = self.num_prompt_tokens
+        middle, end = self.start + prompt, self.start + self.count
+        return attended(self.start, middle), attended(middle, end)
+
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
@@ -144,6 +152,14 @@ class LengthEstimate:
             return room
         share = int(np.searchsorted(np.cumsum(self._counts), self.SHARE * total))
         return -(-room * share // self.BINS)
+
+
+IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
+
+
+def attended(begin: IntOrArray, end: IntOrArray) -> IntOrArray:
+    """Tokens that those at positions [begin, end) attend to, each up to itself, all together; also of many at once."""
+    return (end * (end + 1) - begin * (begin + 1)) // 2
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

@@ -117,7 +117,10 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one engine step did and where its time went (nanoseconds; `start_ns` on the engine's clock)."""
+    """What one engine step did and where its time went (nanoseconds; `start_ns` on the engine's clock).
+
+    `num_prefill_context` and `num_decode_context` count the tokens that those of the step attend to, summed over them.
+    """
 
     step: int
     start_ns: int
@@ -130,3 +133,5 @@ class StepRecord:
     forward_ns: int
     sample_ns: int
     write_ns: int
+    num_prefill_context: int = 0
+    num_decode_context: int = 0

@@ -49,6 +49,8 @@ STEPS = pa.schema(
             "forward_ns",
             "sample_ns",
             "write_ns",
+            "num_prefill_context",
+            "num_decode_context",
         )
     ]
 )

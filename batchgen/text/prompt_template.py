@@ -7,6 +7,7 @@ is no random filter and no clock, so a row always gives the same text. A column'
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jinja2
@@ -93,6 +94,33 @@ class ValueTemplate:
 def compile_value(source: str, what: str = "value") -> ValueTemplate:
     """A spec value that may be `{{ column }}`."""
     return ValueTemplate(source, what)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A column in a template of text and columns, and the text between it and the one before."""
+
+    column: str
+    before: str
+
+
+def plain_fields(source: str) -> list[Field] | None:
+    """The columns of a template that is nothing but text and `{{ column }}`, in order; None for any other.
+
+    Text before the first column and behind the last is in none of them.
+    """
+    outputs = _environment(Bounds()).parse(source).body
+    parts = [part for output in outputs if isinstance(output, nodes.Output) for part in output.nodes]
+    if any(not isinstance(output, nodes.Output) for output in outputs):
+        return None
+    if any(not isinstance(part, (nodes.TemplateData, nodes.Name)) for part in parts):
+        return None
+    fields, before = list[Field](), ""
+    for part in parts:
+        if isinstance(part, nodes.Name):
+            fields.append(Field(part.name, before if fields else ""))
+        before = part.data if isinstance(part, nodes.TemplateData) else ""
+    return fields
 
 
 class _NullError(Exception):

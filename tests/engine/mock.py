@@ -307,6 +307,8 @@ class Rig:
         assert parts == record.duration_ns and min(record.schedule_ns, record.forward_ns, record.sample_ns) > 0
         assert 1 <= record.num_prefill_tokens + record.num_decode_tokens <= self.max_batch_tokens
         assert record.num_prefill_tokens + record.num_decode_tokens == self.backend.batches[-1].num_tokens
+        context = int(self.backend.batches[-1].positions.sum()) + record.num_prefill_tokens + record.num_decode_tokens
+        assert record.num_prefill_context + record.num_decode_context == context
         assert 1 <= record.num_seqs == len(self.backend.batches[-1].seq_lens) <= self.max_num_seqs
         assert record.pages_used <= self.num_pages
         self.records.append(record)

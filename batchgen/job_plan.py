@@ -1,0 +1,89 @@
+"""`batchgen plan`: all that is known of a job before weights are loaded."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batchgen.advice import Advice, advise
+from batchgen.calibration import read_calibration, this_machine
+from batchgen.engine.prefix_tree import SharedPrefix, largest_prefixes
+from batchgen.io.deliver import check_columns
+from batchgen.io.table import open_table
+from batchgen.loading import locate_model, open_model, resolve_numerics, thread_count
+from batchgen.planned import Planned, planned
+from batchgen.prompts import FailedRow, PromptReader
+from batchgen.runner import PreparedJob, prepare
+from batchgen.spec import JobSpec
+
+SHOWN_PREFIXES = 12
+LEAST_SAVED = 0.005
+"""Of the prompt tokens: what a prefix must save to be shown."""
+TEXT_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixText:
+    """A prefix of `tokens` that `rows` share; `text` is how the `own_tokens` beyond the one above it begin."""
+
+    rows: int
+    tokens: int
+    own_tokens: int
+    saved_tokens: int
+    text: str
+    children: tuple["PrefixText", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """The figures, the rows that will fail, the largest shared prefixes, and how more could be shared.
+
+    `shared_tokens`: prompt tokens that all shared prefixes together save, those that are not shown too.
+    """
+
+    figures: Planned
+    failing_rows: list[FailedRow]
+    shared_tokens: int
+    prefixes: PrefixText
+    advice: list[Advice]
+
+    def values(self) -> dict[str, Any]:
+        """As JSON values."""
+        failing = [
+            {"row_index": row.row_index, "id": row.name, "code": row.failure.code, "message": row.failure.message}
+            for row in self.failing_rows
+        ]
+        return {
+            **asdict(self.figures),
+            "shared_prefixes": asdict(self.prefixes),
+            "advice": [advice.values_for_json() for advice in self.advice],
+            "failing_rows": failing,
+        }
+
+
+def plan_job(spec: JobSpec) -> JobPlan:
+    """What a job will compute, from the table and the model's header alone."""
+    table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
+    check_columns(table.schema, spec.output.columns, spec.output.prefix)
+    path, sha256 = locate_model(spec.model, lambda text: None)
+    model = open_model(path, spec.model.pre_tokenizer)
+    PromptReader(spec, model.tokenizer, model.chat).check(table)
+    numerics = resolve_numerics(spec.model, spec.engine)
+    job = prepare(spec, table, model, numerics)
+    job.backend.close()
+    figures = planned(job, read_calibration(this_machine(sha256, numerics, thread_count(spec.engine))))
+    advice = advise(spec.input, table, figures.computed_prompt_tokens) if spec.engine.prefix_sharing else []
+    shared = job.plan.prompt_tokens - job.plan.distinct_tokens
+    return JobPlan(figures, job.prompts.failures, shared, _prefixes(job), advice)
+
+
+def _prefixes(job: PreparedJob) -> PrefixText:
+    least = int(LEAST_SAVED * job.plan.prompt_tokens) + 1
+    return _with_text(job, largest_prefixes(job.plan, SHOWN_PREFIXES, least))
+
+
+def _with_text(job: PreparedJob, prefix: SharedPrefix) -> PrefixText:
+    text = ""
+    if prefix.own:
+        prompt, begin = job.prompts.table.prompt(int(job.plan.order[prefix.begin])), prefix.depth - prefix.own
+        text = job.model.tokenizer.decode(prompt[begin : min(prefix.depth, begin + TEXT_TOKENS)], skip_special=False)
+    children = tuple(_with_text(job, child) for child in prefix.children)
+    return PrefixText(prefix.rows, prefix.depth, prefix.own, prefix.saved_tokens, text, children)

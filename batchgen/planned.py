@@ -1,0 +1,94 @@
+"""What a job is expected to compute: the figures that `plan` prints and that job.json sets beside what was achieved."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchgen.calibration import Calibration
+from batchgen.engine.prefix_tree import shared_among
+from batchgen.estimate import Sequences, estimate_seconds
+
+if TYPE_CHECKING:
+    from batchgen.runner import PreparedJob
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Counts of rows, tokens and pages; names as in job.json's `totals` where these count the same when it is done.
+
+    rows: all of them. answers: results, n per row. failed_rows: rows that cannot be answered, by the code of their
+    error. duplicate_rows: rows whose prompt is that of an earlier one. bos_doubled: prompts whose template brings the
+    BOS token that they would have been given anyway.
+    distinct_prompt_tokens: the fewest that can be computed; computed_prompt_tokens: what will be. Rows that ask for no
+    tokens are in neither.
+    max_new_tokens: the most that can be generated. kv_pages_needed and kv_bytes_needed: about what keeps all sequences
+    of a step going; kv_pages: what the cache has.
+    load_seconds, generate_seconds (low, high): from the machine's calibration, None without one.
+    """
+
+    rows: int
+    answers: int
+    failed_rows: dict[str, int]
+    duplicate_rows: int
+    bos_doubled: int
+    prompt_tokens: int
+    distinct_prompt_tokens: int
+    computed_prompt_tokens: int
+    max_new_tokens: int
+    longest_prompt: int
+    context_length: int
+    kv_pages_needed: int
+    kv_pages: int
+    kv_bytes_needed: int
+    load_seconds: float | None
+    generate_seconds: tuple[float, float] | None
+
+
+def planned(job: "PreparedJob", known: Calibration | None) -> Planned:
+    """The figures of a job that is ready to run, on a machine of which `known` is known."""
+    plan, prompts = job.plan, job.prompts
+    sequences = _sequences(job)
+    with_answer = job.rooms[plan.order] > 0
+    distinct = int(plan.lengths[with_answer].sum() - shared_among(plan, with_answer).sum())
+    return Planned(
+        rows=len(prompts.row_index),
+        answers=int(prompts.samples.sum()),
+        failed_rows=dict(Counter(failed.failure.code for failed in prompts.failures)),
+        duplicate_rows=int(plan.repeats.sum()),
+        bos_doubled=prompts.bos_in_text,
+        prompt_tokens=plan.prompt_tokens,
+        distinct_prompt_tokens=distinct,
+        computed_prompt_tokens=sequences.prefill_tokens,
+        max_new_tokens=int((job.samples * job.rooms).sum()),
+        longest_prompt=int(plan.lengths.max(initial=0)),
+        context_length=job.model.config.shape.context_length,
+        kv_pages_needed=job.pages_wanted,
+        kv_pages=job.num_pages,
+        kv_bytes_needed=job.pages_wanted * job.page_bytes,
+        load_seconds=None if known is None else known.load_seconds,
+        generate_seconds=None if known is None else estimate_seconds(sequences, known, job.model.config.shape),
+    )
+
+
+def _sequences(job: "PreparedJob") -> Sequences:
+    """What runs, in plan order: greedy answers to equal prompts are computed once, the others each."""
+    plan, engine, wishes = job.plan, job.spec.engine, job.prompts.wishes
+    rooms, samples = job.rooms[plan.order], job.samples[plan.order]
+    with_answer = rooms > 0
+    greedy = np.fromiter((wish.params.greedy for wish in wishes), bool, len(wishes))[plan.order]
+    ends = np.fromiter((not wish.params.ignore_eos for wish in wishes), bool, len(wishes))[plan.order]
+    once = np.where(greedy, ~plan.repeats, samples) if engine.prefix_sharing else samples
+    shared = shared_among(plan, with_answer) if engine.prefix_sharing else np.zeros(with_answer.sum(), np.int64)
+    fitting = min(1.0, job.num_pages / max(job.pages_wanted, 1))
+    return Sequences(
+        lengths=plan.lengths[with_answer],
+        shared=shared,
+        prefills=np.ones_like(shared) if engine.prefix_sharing else samples[with_answer],
+        answers=once[with_answer],
+        rooms=rooms[with_answer],
+        ends=ends[with_answer],
+        max_batch_tokens=engine.max_batch_tokens,
+        at_once=max(1, int(min(engine.max_num_seqs, engine.max_batch_tokens) * fitting)),
+    )
