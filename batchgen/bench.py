@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from batchgen.calibration import Calibration, learn, this_machine
+from batchgen.engine.scheduler import attended
 from batchgen.errors import SpecError
 from batchgen.kernels.base import SAMPLE_DTYPE, ModelShape, StepBatch, StepLimits
 from batchgen.kernels.cpu import records
@@ -26,11 +28,13 @@ from batchgen.machine import Limits, measure_limits
 from batchgen.progress import ProgressListener
 from batchgen.spec import EngineSpec, ModelSpec
 
-LENGTH = 128
-"""Tokens of a prompt, or before the one that is decoded."""
-MOST_DECODING = 128
+LENGTH, LONG = 128, 2048
+"""Tokens of a prompt, or before the one that is decoded; and of the longer shapes."""
+MOST_DECODING, LONG_DECODING = 128, 16
 SECONDS, LEAST_STEPS = 1.0, 5
 """Of steps of each shape."""
+CALIBRATED_AS = 10
+"""How many steps of a run the figure of a shape counts as."""
 
 KINDS = {
     records.EMBED: "embed",
@@ -126,7 +130,7 @@ def run_bench(model: ModelSpec, engine: EngineSpec, progress: ProgressListener) 
     numerics = resolve_numerics(model, engine)
     if numerics.kernel == "reference":
         raise SpecError("engine.kernel: 'reference' keeps no times; bench measures the compiled kernels")
-    path, _ = locate_model(model, progress.message)
+    path, sha256 = locate_model(model, progress.message)
     file, threads = open_model(path, model.pre_tokenizer), thread_count(engine)
     progress.message("measuring memory and multiplications")
     limits = measure_limits(numerics.kernel, numerics.weights, threads)
@@ -138,19 +142,38 @@ def run_bench(model: ModelSpec, engine: EngineSpec, progress: ProgressListener) 
         steps = [_measure(shape, backend, file, engine, limits, progress) for shape in shapes]
     finally:
         backend.close()
+    try:
+        learn(this_machine(sha256, numerics, threads), measured_steps(steps))
+    except OSError as error:
+        progress.message(f"what was measured is not kept for later plans: {error}")
     return Bench(path.name, numerics.kernel, numerics.weights, numerics.kv_dtype, limits, steps)
 
 
 def step_shapes(engine: EngineSpec, context_length: int) -> list[StepShape]:
-    """Prefill, decode and a single sequence, within the engine's limits and the model's context."""
-    length = max(1, min(LENGTH, context_length // 2, engine.max_batch_tokens))
+    """Prefill, decode, a single sequence, and long ones, within the engine's limits and the model's context."""
+    length, long = (max(1, min(most, context_length // 2, engine.max_batch_tokens)) for most in (LENGTH, LONG))
     prompts = min(engine.max_num_seqs, engine.max_batch_tokens // length)
     decoding = min(engine.max_num_seqs, engine.max_batch_tokens, MOST_DECODING)
     return [
         StepShape("prefill", prompts, length, 0),
         StepShape("decode", decoding, 1, length),
         StepShape("single", 1, 1, length),
+        StepShape("long prompt", 1, long, 0),
+        StepShape("long context", min(decoding, LONG_DECODING), 1, long // 2),
     ]
+
+
+def measured_steps(figures: list[StepFigure]) -> Calibration:
+    """What the shapes tell of the machine's speed."""
+    terms = np.array([_terms(figure.shape) for figure in figures], np.float64).repeat(CALIBRATED_AS, axis=0)
+    return Calibration.of_steps(terms, np.array([figure.seconds for figure in figures]).repeat(CALIBRATED_AS))
+
+
+def _terms(shape: StepShape) -> tuple[int, ...]:
+    """See `calibration.TERMS`."""
+    tokens = shape.sequences * shape.tokens
+    context = shape.sequences * attended(shape.context, shape.length)
+    return (1, 0, tokens, 0, context) if shape.context else (1, tokens, 0, context, 0)
 
 
 def _step_limits(engine: EngineSpec, shapes: list[StepShape]) -> StepLimits:

@@ -42,9 +42,8 @@ COLUMNS = ("num_prefill_tokens", "num_decode_tokens", "num_prefill_context", "nu
 REMEMBERED = 1000.0
 LEAST_STEPS = 8
 """A run of fewer steps says more about warming up than about the machine."""
-LEAST_SPREAD = 0.05
-WISH = 0.1
-"""How much each wish for `relative_costs` counts, in steps."""
+LEAST_SPREAD, USUAL_SPREAD = 0.05, 0.1
+"""By what share steps differ from what they should take: at least, and on a quiet machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +138,12 @@ class StepCosts:
     def of(self, terms: NDArray[np.float64]) -> tuple[float, float]:
         """(seconds, relative error) of work with these total terms.
 
-        The error is the spread of steps, which is not taken to average out, and what is not known of the costs
-        themselves: it grows where the work is unlike all that was measured.
+        The error is twice what the spread of steps, which is not taken to average out, and what is not known of the
+        costs themselves make together; it grows where the work is unlike all that was measured.
         """
         seconds = float(terms @ self.seconds)
         unknown = math.sqrt(max(0.0, float(terms @ self.covariance @ terms)))
-        return seconds, self.spread + (unknown / seconds if seconds > 0 else 0.0)
+        return seconds, 2 * math.hypot(self.spread, unknown / seconds if seconds > 0 else 0.0)
 
 
 def relative_costs(shape: ModelShape) -> NDArray[np.float64]:
@@ -161,23 +160,24 @@ def relative_costs(shape: ModelShape) -> NDArray[np.float64]:
 
 def step_costs(known: Calibration, relative: NDArray[np.float64]) -> StepCosts:
     """Least squares without negative costs: of all choices of terms that cost nothing, the best."""
-    matrix = known.products + _wishes(known, relative)
+    wishes, mean = _wishes(known, relative), known.seconds / known.steps
+    matrix = known.products + USUAL_SPREAD**2 * mean * wishes
     best = min([_solve(matrix, known.terms, free) for free in _choices()], key=lambda found: found[0])[1]
     misfit = max(0.0, known.seconds - float(2 * best @ known.terms - best @ known.products @ best))
-    covariance = (misfit / known.steps * np.linalg.pinv(matrix, hermitian=True)).astype(np.float64)
-    return StepCosts(best, max(LEAST_SPREAD, math.sqrt(misfit / known.seconds)), covariance)
+    spread = max(LEAST_SPREAD, math.sqrt(misfit / known.seconds))
+    covariance = np.linalg.inv(known.products / (spread**2 * mean) + wishes).astype(np.float64)
+    return StepCosts(best, spread, covariance)
 
 
 def _wishes(known: Calibration, relative: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Equations `cost of the term = its relative cost x cost of a prompt token`, as products to add.
+    """Equations `cost of the term = its relative cost x cost of a prompt token`, as information added to the steps'.
 
-    Each for an amount that costs as much as a mean step of prompt tokens would.
+    For an amount that costs as much as a mean step, each may be wrong by as much as that costs.
     """
-    prefill = TERMS.index("prefill_tokens")
     rows = np.eye(len(TERMS))
-    rows[:, prefill] -= relative
-    rows *= (_usual_tokens(known, relative) / relative)[:, None]
-    return WISH * known.steps / known.seconds * rows.T @ rows
+    rows[:, TERMS.index("prefill_tokens")] -= relative
+    rows *= (_usual_tokens(known, relative) * known.steps / known.seconds / relative)[:, None]
+    return rows.T @ rows
 
 
 def _usual_tokens(known: Calibration, relative: NDArray[np.float64]) -> float:

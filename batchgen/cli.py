@@ -254,11 +254,11 @@ def _show_plan(result: "JobPlan", spec: Path) -> None:
     if view.has_prefixes(result):
         _show_tree(view.prefix_title(result), result)
     for note in view.plan_notes(result):
-        print(note)
+        _show_line(note)
 
 
 def _show_tree(title: str, result: "JobPlan") -> None:
-    """A tree on a terminal; elsewhere indented lines."""
+    """Shared prefixes: a tree on a terminal, elsewhere indented lines."""
     from batchgen.plan_view import prefix_lines, prefix_tree
 
     if sys.stdout.isatty():
@@ -408,6 +408,16 @@ def _show_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     for name, value in pairs:
         table.add_row(Text(name, style="bold"), Text(value))
     Console().print(table)
+
+
+def _show_line(text: str) -> None:
+    """A line, on a terminal broken between words."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+
+    Console().print(text, markup=False, highlight=False)
 
 
 def _shown(value: object) -> str:

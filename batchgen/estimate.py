@@ -2,9 +2,11 @@
 
 The tokens of prompts and answers and what they attend to are counted exactly for answers of given lengths. The number
 of steps is that of sequences which come and go evenly: first prompts until as many sequences run as may, then as many
-steps as the answers take side by side, and at least as many as all tokens fill. High: every answer is as long as it may
-be. Low: answers end as often per token as they did in earlier runs of the model, or, where none is known, after
-`UNKNOWN_SHARE` of the tokens that they may have. Both are widened by how well the steps' costs are known.
+steps as the answers take side by side or the longest one has, and at least as many as all tokens fill.
+
+High: every answer is as long as it may be. Low: answers end as often per token as they did in earlier runs of the
+model, or, where none is known, after `UNKNOWN_SHARE` of the tokens that they may have. Both are widened by how well the
+steps' costs are known.
 """
 
 from dataclasses import dataclass
@@ -72,14 +74,16 @@ def work(sequences: Sequences, tokens: NDArray[np.float64]) -> NDArray[np.float6
     prefill, decode = float(s.prefill_tokens), float((s.answers * further).sum())
     prefill_context = float((attended(s.shared, s.lengths) * s.prefills).sum())
     decode_context = float((s.answers * further * (s.lengths + tokens / 2)).sum())
-    steps = _steps(sequences, prefill, decode, float(further.max(initial=0)))
+    steps = _steps(sequences, prefill, decode, tokens)
     return np.array([steps, prefill, decode, prefill_context, decode_context])
 
 
-def _steps(sequences: Sequences, prefill: float, decode: float, longest: float) -> float:
+def _steps(sequences: Sequences, prefill: float, decode: float, tokens: NDArray[np.float64]) -> float:
     count = int(sequences.answers.sum())
     if not count:
         return 0.0
     at_once = min(sequences.at_once, count)
     filling = np.ceil(prefill * at_once / count / sequences.max_batch_tokens)
-    return float(max(filling + max(decode / at_once, longest), (prefill + decode) / sequences.max_batch_tokens))
+    side_by_side = float((sequences.answers * tokens).sum()) / at_once
+    longest = float(tokens.max())
+    return float(max(filling - 1 + max(side_by_side, longest), (prefill + decode) / sequences.max_batch_tokens))

@@ -24,7 +24,7 @@ def plan_pairs(plan: JobPlan, spec: str) -> list[tuple[str, str]]:
         ("rows equal to another", f"{figures.duplicate_rows:,}"),
         *([("BOS in the template, not doubled", f"{figures.bos_doubled:,} rows")] if figures.bos_doubled else []),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
-        ("fewest to compute", f"{figures.distinct_prompt_tokens:,}"),
+        ("distinct prompt tokens", f"{figures.distinct_prompt_tokens:,}, the fewest that can be computed"),
         ("prompt tokens to compute", f"{figures.computed_prompt_tokens:,} ({_saved(figures):.1%} saved by sharing)"),
         ("new tokens at most", f"{figures.max_new_tokens:,}"),
         ("longest prompt", f"{figures.longest_prompt:,} of {figures.context_length:,} tokens"),
@@ -58,7 +58,7 @@ def _time(figures: Planned, spec: str) -> str:
         return f"not known on this machine yet; any run of this model tells, or: batchgen bench {spec}"
     low, high = map(seconds, figures.generate_seconds)
     loading = "" if figures.load_seconds is None else f", after {seconds(figures.load_seconds)} of loading"
-    return f"{low} (answers as short as in earlier runs) to {high} (max_tokens each){loading}"
+    return f"{low} (if answers are short) to {high} (if all take max_tokens){loading}"
 
 
 def seconds(value: float) -> str:
@@ -84,7 +84,7 @@ def has_prefixes(plan: JobPlan) -> bool:
 
 def prefix_title(plan: JobPlan) -> str:
     shown = sum(node.saved_tokens for node in _walk(plan.prefixes))
-    return f"shared prefixes (rows x tokens, tokens saved; {shown / plan.shared_tokens:.0%} of what sharing saves)"
+    return f"largest shared prefixes ({shown / plan.shared_tokens:.0%} of what sharing saves)"
 
 
 def prefix_lines(prefix: PrefixText, depth: int = 0) -> Iterator[str]:
@@ -113,7 +113,7 @@ def _grow(tree: "Tree", prefix: PrefixText) -> None:
 
 
 def _label(prefix: PrefixText) -> str:
-    figures = f"{prefix.rows:,} x {prefix.own_tokens:,}, {prefix.saved_tokens:,} saved"
+    figures = f"{prefix.rows:,} rows x {prefix.own_tokens:,} tokens, {prefix.saved_tokens:,} saved"
     return f"{figures}: {visible(prefix.text)}" if prefix.text else figures
 
 

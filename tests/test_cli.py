@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from batchgen import __version__, cli
+from batchgen import __version__, cli, job_plan
+from batchgen.advice import Advice
 from batchgen.engine.types import RowFailure
 from batchgen.errors import InputError, ModelError
+from batchgen.job_plan import JobPlan, PrefixText
+from batchgen.planned import Planned
+from batchgen.prompts import FailedRow
 from batchgen.spec import load_spec
 
 # The subprocesses run in other folders, where a package that is not installed would not be found.
@@ -36,22 +40,26 @@ class Summary:
     already_done: bool = False
 
 
-@dataclass
-class Plan:
-    rows: int = 10
-    samples: int = 20
-    failing_rows: list = field(default_factory=list)
-    prompt_tokens: int = 1000
-    distinct_prompt_tokens: int = 250
-    duplicate_rows: int = 3
-    max_new_tokens: int = 2560
-    kv_bytes_needed: int = 3 << 20
-    kv_pages_needed: int = 96
-    longest_prompt: int = 77
-    context_length: int = 8192
-    bos_doubled: int = 0
-    tokenize_seconds: float = 1.5
-    tokenize_tokens_per_second: float = 800.0
+FIGURES = Planned(
+    rows=30,
+    answers=60,
+    failed_rows={},
+    duplicate_rows=3,
+    bos_doubled=0,
+    prompt_tokens=1000,
+    distinct_prompt_tokens=250,
+    computed_prompt_tokens=250,
+    max_new_tokens=2560,
+    longest_prompt=77,
+    context_length=8192,
+    kv_pages_needed=96,
+    kv_pages=96,
+    kv_bytes_needed=3 << 20,
+    load_seconds=None,
+    generate_seconds=None,
+)
+ONE_TASK = PrefixText(10, 60, 56, 504, "\tAn\x1b task" + " with long instructions" * 8, ())
+PLAN = JobPlan(FIGURES, [], 750, PrefixText(30, 4, 4, 116, "<|im_start|>user\n", (ONE_TASK,)), [])
 
 
 @pytest.fixture
@@ -65,14 +73,13 @@ def spec(tmp_path, monkeypatch):
 def runner(monkeypatch):
     """A stand-in for batchgen.runner, whose functions a test may replace; `calls` are those of run_job."""
     module = types.ModuleType("batchgen.runner")
-    module.calls, module.summary, module.plan = [], Summary(), Plan()
+    module.calls, module.summary = [], Summary()
 
     def run_job(job, *, fresh, progress, stop):
         module.calls.append((job, fresh))
         return module.summary
 
     module.run_job = run_job
-    module.plan_job = lambda job: module.plan
     module.show_model = lambda source: {"architecture": "llama", "tied_output": True, "types": {"Q4_1": 3}}
     module.warmup = lambda progress: 12.34
     monkeypatch.setitem(sys.modules, "batchgen.runner", module)
@@ -220,31 +227,91 @@ def test_validate(spec, capsys):
     assert load_spec(Path("resolved.yaml")) == load_spec(Path(spec), ["sampling.seed=5"])
 
 
-def test_plan(spec, runner, capsys):
-    runner.plan = Plan(failing_rows=[(i, None, RowFailure("prompt_missing", "null")) for i in range(25)], bos_doubled=2)
-    assert cli.main(["plan", spec]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "prompt tokens to compute: 250 (75.0% saved by sharing)" in lines
-    assert "KV memory: 3.0 MiB (96 pages)" in lines
-    assert "longest prompt: 77 of 8,192 tokens" in lines
+@pytest.fixture
+def plan(monkeypatch, spec, capsys):
+    """`plan(job_plan, *arguments)`: what `batchgen plan` prints of it."""
+
+    def printed(result, *arguments):
+        monkeypatch.setattr(job_plan, "plan_job", lambda job: result)
+        assert cli.main(["plan", spec, *arguments]) == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_plan(plan):
+    assert plan(PLAN).splitlines() == [
+        "rows: 30",
+        "answers: 60",
+        "rows that are too long: 0",
+        "rows that fail otherwise: 0",
+        "rows equal to another: 3",
+        "prompt tokens: 1,000",
+        "distinct prompt tokens: 250, the fewest that can be computed",
+        "prompt tokens to compute: 250 (75.0% saved by sharing)",
+        "new tokens at most: 2,560",
+        "longest prompt: 77 of 8,192 tokens",
+        "KV memory at the peak: 3.0 MiB (96 pages)",
+        "time: not known on this machine yet; any run of this model tells, or: batchgen bench job.yaml",
+        "largest shared prefixes (83% of what sharing saves):",
+        "  30 rows x 4 tokens, 116 saved: <|im_start|>user\\n",
+        ("    10 rows x 56 tokens, 504 saved: \\tAn\\x1b task" + " with long instructions" * 8)[:119] + "…",
+    ]
+
+
+def test_plan_says_what_will_fail_and_why(plan):
+    failures = [FailedRow(i, None, 1, RowFailure("prompt_missing", "null")) for i in range(24)]
+    failures += [FailedRow(24, "e05", 1, RowFailure("prompt_too_long", "9 tokens"))]
+    figures = replace(FIGURES, failed_rows={"prompt_missing": 24, "prompt_too_long": 1}, bos_doubled=2)
+    lines = plan(replace(PLAN, figures=figures, failing_rows=failures)).splitlines()
+    assert "rows that are too long: 1" in lines
+    assert "rows that fail otherwise: 24 (24 prompt_missing)" in lines
+    assert "BOS in the template, not doubled: 2 rows" in lines
     assert "row 19 will fail: prompt_missing: null" in lines
     assert lines[-1] == "... and 5 more (--json lists all)"
 
 
-def test_plan_as_json(spec, runner, capsys):
-    runner.plan = Plan(failing_rows=[(4, "e05", RowFailure("prompt_too_long", "é"))])
-    assert cli.main(["plan", spec, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+@pytest.mark.parametrize(
+    ("figures", "line"),
+    [
+        (
+            {"generate_seconds": (4.21, 127.4), "load_seconds": 0.55},
+            "time: 4.2 s (if answers are short) to 2:07 min (if all take max_tokens), after 0.6 s of loading",
+        ),
+        (
+            {"generate_seconds": (59.6, 7325.0)},
+            "time: 1:00 min (if answers are short) to 2:02:05 h (if all take max_tokens)",
+        ),
+        ({"kv_pages": 40}, "KV memory at the peak: 3.0 MiB (96 pages; there are 40, so fewer rows run at once)"),
+        ({"computed_prompt_tokens": 2000}, "prompt tokens to compute: 2,000 (0.0% saved by sharing)"),
+        ({"prompt_tokens": 0, "computed_prompt_tokens": 0}, "prompt tokens to compute: 0 (0.0% saved by sharing)"),
+    ],
+)
+def test_figures_of_a_plan(plan, figures, line):
+    assert line in plan(replace(PLAN, figures=replace(FIGURES, **figures))).splitlines()
+
+
+def test_a_plan_without_sharing_has_no_tree(plan):
+    nothing = replace(PLAN, shared_tokens=0, prefixes=PrefixText(30, 0, 0, 0, "", ()))
+    assert "shared prefixes" not in plan(nothing)
+
+
+def test_plan_gives_advice(plan):
+    advice = Advice("input.prompt", ("passage", "question"), (41, 1200), ("question", "passage"), 4000, 0.38)
+    assert plan(replace(PLAN, advice=[advice])).splitlines()[-1] == (
+        "advice: in input.prompt, {{ passage }} (41 values) comes after {{ question }} (1,200 values); "
+        "with passage first about 38% fewer prompt tokens would be computed"
+    )
+
+
+def test_plan_as_json(plan):
+    failing = [FailedRow(4, "e05", 1, RowFailure("prompt_too_long", "é"))]
+    advice = Advice("input.prompt", ("a", "b"), (1, 2), ("b", "a"), 4000, 0.38)
+    values = json.loads(plan(replace(PLAN, failing_rows=failing, advice=[advice]), "--json"))
     assert values["failing_rows"] == [{"row_index": 4, "id": "e05", "code": "prompt_too_long", "message": "é"}]
-    assert {name: value for name, value in values.items() if name != "failing_rows"} == {
-        name: value for name, value in vars(Plan()).items() if name != "failing_rows"
-    }
-
-
-def test_plan_of_an_empty_table(spec, runner, capsys):
-    runner.plan = Plan(rows=0, samples=0, prompt_tokens=0, distinct_prompt_tokens=0)
-    assert cli.main(["plan", spec]) == 0
-    assert "prompt tokens to compute: 0 (0.0% saved by sharing)" in capsys.readouterr().out
+    assert {name: values[name] for name in asdict(FIGURES)} == asdict(FIGURES)
+    assert values["shared_prefixes"]["children"][0]["text"] == ONE_TASK.text
+    assert values["advice"][0]["order"] == ["a", "b"] and values["advice"][0]["text"].startswith("in input.prompt")
 
 
 def test_models_show(runner, capsys):

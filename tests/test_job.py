@@ -21,7 +21,7 @@ from batchgen import runner
 from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError
 from batchgen.io.scratch import Scratch
-from batchgen.runner import plan_job
+from batchgen.job_plan import plan_job
 from tests.conftest import DATA, ROOT
 
 ANSWER = ["text", "token_ids", "finish_reason", "stop_reason", "num_generated_tokens", "cumulative_logprob", "error"]
@@ -49,8 +49,9 @@ def test_annotate_computes_what_the_plan_says(make_spec, run) -> None:
         sampling={"max_tokens": 4},
         output={"timings": "token"},
     )
-    planned, summary = plan_job(spec), run(spec)
+    planned, summary = plan_job(spec).figures, run(spec)
     assert (summary.rows, summary.failed_rows) == (60, 0)
+    assert planned.generate_seconds is None  # nothing is known of this machine
     totals = job(spec)["totals"]
     assert totals["computed_prompt_tokens"] == planned.distinct_prompt_tokens < planned.prompt_tokens
     assert totals["prompt_tokens"] == planned.prompt_tokens == results(spec)["num_prompt_tokens"].sum()
@@ -58,6 +59,45 @@ def test_annotate_computes_what_the_plan_says(make_spec, run) -> None:
     assert 0 < totals["tokenize_seconds"] <= totals["plan_seconds"] and totals["tokenize_tokens_per_second"] > 0
     check_timings(spec, totals)
     check_steps(spec)
+    seconds = plan_job(spec).figures.generate_seconds  # the run has told
+    assert seconds is not None and 0 < seconds[0] < totals["generate_seconds"] * 1.5 and seconds[0] < seconds[1]
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "all is well": {},
+    "without sharing": {"engine": {"prefix_sharing": False}},
+    "several answers": {"sampling": {"n": 3, "temperature": 1.0}},
+    "several answers without sharing": {"sampling": {"n": 2}, "engine": {"prefix_sharing": False}},
+    "some rows ask for nothing": {"sampling": {"max_tokens": "{{ most }}"}},
+    "some rows ask for nothing, without sharing": {
+        "sampling": {"max_tokens": "{{ most }}"},
+        "engine": {"prefix_sharing": False},
+    },
+}
+
+
+@pytest.mark.parametrize("sections", PLANS.values(), ids=PLANS)
+def test_plan_and_job_json_and_totals_agree(make_spec, run, tmp_path: Path, sections: dict[str, Any]) -> None:
+    """Rows that are too long, null and equal are among them, and rows that ask for no tokens between others."""
+    texts = ["one two", "one two three four", None, "one two three", "one two", "x" * 40_000, "seven eight", "one two"]
+    frame = pl.DataFrame({"q": texts, "most": [2, 2, 2, 0, 0, 2, 0, 2]})
+    frame.write_parquet(tmp_path / "rows.parquet")
+    given = {"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False}
+    engine = {"kv_memory": "128MiB", **sections.get("engine", {})}  # auto depends on what is free just now
+    spec = make_spec(input=given, **{"sampling": {"max_tokens": 2}, **sections, "engine": engine})
+    plan = plan_job(spec).values()
+    run(spec)
+    recorded, totals = job(spec)["plan"], job(spec)["totals"]
+    assert {name: plan[name] for name in recorded} == recorded
+    assert {name: recorded[name] for name in ("rows", "prompt_tokens", "computed_prompt_tokens")} == {
+        name: totals[name] for name in ("rows", "prompt_tokens", "computed_prompt_tokens")
+    }
+    assert recorded["answers"] == results(spec).height
+    assert recorded["failed_rows"] == {"prompt_missing": 1, "prompt_too_long": 1}
+    assert sum(recorded["failed_rows"].values()) == totals["failed_rows"] == len(plan["failing_rows"])
+    assert recorded["duplicate_rows"] == 2
+    assert 0 < totals["generated_tokens"] <= recorded["max_new_tokens"]
+    assert recorded["distinct_prompt_tokens"] <= recorded["computed_prompt_tokens"]
 
 
 def check_timings(spec: Any, totals: dict[str, Any]) -> None:

@@ -119,7 +119,9 @@ def plain_fields(source: str) -> list[Field] | None:
     for part in parts:
         if isinstance(part, nodes.Name):
             fields.append(Field(part.name, before if fields else ""))
-        before = part.data if isinstance(part, nodes.TemplateData) else ""
+            before = ""
+        elif isinstance(part, nodes.TemplateData):
+            before += part.data
     return fields
 
 
