@@ -42,8 +42,8 @@ COLUMNS = ("num_prefill_tokens", "num_decode_tokens", "num_prefill_context", "nu
 REMEMBERED = 1000.0
 LEAST_STEPS = 8
 """A run of fewer steps says more about warming up than about the machine."""
-LEAST_SPREAD, USUAL_SPREAD = 0.05, 0.1
-"""By what share steps differ from what they should take: at least, and on a quiet machine."""
+LEAST_SPREAD = 0.1
+"""By what share steps differ from what they should take on a quiet machine; no calibration claims to know better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +161,13 @@ def relative_costs(shape: ModelShape) -> NDArray[np.float64]:
 def step_costs(known: Calibration, relative: NDArray[np.float64]) -> StepCosts:
     """Least squares without negative costs: of all choices of terms that cost nothing, the best."""
     wishes, mean = _wishes(known, relative), known.seconds / known.steps
-    matrix = known.products + USUAL_SPREAD**2 * mean * wishes
+    matrix = known.products + LEAST_SPREAD**2 * mean * wishes
     best = min([_solve(matrix, known.terms, free) for free in _choices()], key=lambda found: found[0])[1]
     misfit = max(0.0, known.seconds - float(2 * best @ known.terms - best @ known.products @ best))
     spread = max(LEAST_SPREAD, math.sqrt(misfit / known.seconds))
     covariance = np.linalg.inv(known.products / (spread**2 * mean) + wishes).astype(np.float64)
-    return StepCosts(best, spread, covariance)
+    together = known.seconds / float(known.terms @ best)  # weighing by 1 / duration slights slow steps
+    return StepCosts(best * together, spread, covariance)
 
 
 def _wishes(known: Calibration, relative: NDArray[np.float64]) -> NDArray[np.float64]:

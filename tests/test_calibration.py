@@ -51,6 +51,8 @@ def test_the_spread_is_that_of_the_steps() -> None:
     costs = step_costs(run_of(2000, noise=0.3), RELATIVE)
     np.testing.assert_allclose(costs.seconds, COSTS, rtol=0.3)
     assert costs.spread == pytest.approx(0.3, rel=0.3)
+    known = run_of(2000, noise=0.3)
+    assert known.terms @ costs.seconds == pytest.approx(known.seconds)
 
 
 def test_no_cost_is_negative() -> None:
