@@ -7,6 +7,8 @@ from batchgen.advice import Advice, advise
 from batchgen.calibration import read_calibration, this_machine
 from batchgen.engine.prefix_tree import SharedPrefix, largest_prefixes
 from batchgen.io.deliver import check_columns
+from batchgen.io.model_source import cache_directory
+from batchgen.io.scratch import Scratch
 from batchgen.io.table import open_table
 from batchgen.loading import locate_model, open_model, resolve_numerics, thread_count
 from batchgen.planned import Planned, planned
@@ -37,6 +39,7 @@ class JobPlan:
     """The figures, the rows that will fail, the largest shared prefixes, and how more could be shared.
 
     `shared_tokens`: prompt tokens that all shared prefixes together save, those that are not shown too.
+    `tokenize_seconds`: what reading, rendering and encoding took, `tokenize_tokens_per_second` their speed.
     """
 
     figures: Planned
@@ -44,6 +47,8 @@ class JobPlan:
     shared_tokens: int
     prefixes: PrefixText
     advice: list[Advice]
+    tokenize_seconds: float
+    tokenize_tokens_per_second: float
 
     def values(self) -> dict[str, Any]:
         """As JSON values."""
@@ -53,6 +58,8 @@ class JobPlan:
         ]
         return {
             **asdict(self.figures),
+            "tokenize_seconds": self.tokenize_seconds,
+            "tokenize_tokens_per_second": self.tokenize_tokens_per_second,
             "shared_prefixes": asdict(self.prefixes),
             "advice": [advice.values_for_json() for advice in self.advice],
             "failing_rows": failing,
@@ -67,12 +74,21 @@ def plan_job(spec: JobSpec) -> JobPlan:
     model = open_model(path, spec.model.pre_tokenizer)
     PromptReader(spec, model.tokenizer, model.chat).check(table)
     numerics = resolve_numerics(spec.model, spec.engine)
-    job = prepare(spec, table, model, numerics)
-    job.backend.close()
-    figures = planned(job, read_calibration(this_machine(sha256, numerics, thread_count(spec.engine))))
-    advice = advise(spec.input, table, figures.computed_prompt_tokens) if spec.engine.prefix_sharing else []
-    shared = job.plan.prompt_tokens - job.plan.distinct_tokens
-    return JobPlan(figures, job.prompts.failures, shared, _prefixes(job), advice)
+    known = read_calibration(this_machine(sha256, numerics, thread_count(spec.engine)))
+    with Scratch(cache_directory()) as scratch:
+        job = prepare(spec, table, model, numerics, scratch)
+        job.backend.close()
+        prefixes = _prefixes(job)
+    figures = planned(job, known)
+    return JobPlan(
+        figures=figures,
+        failing_rows=job.prompts.failures,
+        shared_tokens=job.plan.prompt_tokens - job.plan.distinct_tokens,
+        prefixes=prefixes,
+        advice=advise(spec.input, table, figures.computed_prompt_tokens) if spec.engine.prefix_sharing else [],
+        tokenize_seconds=job.prompts.tokenize_seconds,
+        tokenize_tokens_per_second=job.prompts.tokens_per_second,
+    )
 
 
 def _prefixes(job: PreparedJob) -> PrefixText:

@@ -29,6 +29,7 @@ def plan_pairs(plan: JobPlan, spec: str) -> list[tuple[str, str]]:
         ("new tokens at most", f"{figures.max_new_tokens:,}"),
         ("longest prompt", f"{figures.longest_prompt:,} of {figures.context_length:,} tokens"),
         ("KV memory at the peak", f"{size(figures.kv_bytes_needed)} ({_pages(figures)})"),
+        ("tokenised in", f"{plan.tokenize_seconds:,.1f} s ({plan.tokenize_tokens_per_second:,.0f} tokens/s)"),
         ("time", _time(figures, spec)),
     ]
 

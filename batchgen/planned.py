@@ -77,18 +77,16 @@ def _sequences(job: "PreparedJob") -> Sequences:
     plan, engine, wishes = job.plan, job.spec.engine, job.prompts.wishes
     rooms, samples = job.rooms[plan.order], job.samples[plan.order]
     with_answer = rooms > 0
-    greedy = np.fromiter((wish.params.greedy for wish in wishes), bool, len(wishes))[plan.order]
-    ends = np.fromiter((not wish.params.ignore_eos for wish in wishes), bool, len(wishes))[plan.order]
-    once = np.where(greedy, ~plan.repeats, samples) if engine.prefix_sharing else samples
+    once = np.where(wishes.greedy[plan.order], ~plan.repeats, samples) if engine.prefix_sharing else samples
     shared = shared_among(plan, with_answer) if engine.prefix_sharing else np.zeros(with_answer.sum(), np.int64)
     fitting = min(1.0, job.num_pages / max(job.pages_wanted, 1))
     return Sequences(
-        lengths=plan.lengths[with_answer],
+        lengths=plan.lengths[with_answer].astype(np.int64),
         shared=shared,
         prefills=np.ones_like(shared) if engine.prefix_sharing else samples[with_answer],
         answers=once[with_answer],
         rooms=rooms[with_answer],
-        ends=ends[with_answer],
+        ends=wishes.may_end[plan.order][with_answer],
         max_batch_tokens=engine.max_batch_tokens,
         at_once=max(1, int(min(engine.max_num_seqs, engine.max_batch_tokens) * fitting)),
     )

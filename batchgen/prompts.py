@@ -67,6 +67,15 @@ class Wishes:
     def max_tokens(self) -> NDArray[np.int64]:
         return self._each(lambda wish: wish.params.max_tokens)
 
+    @property
+    def greedy(self) -> NDArray[np.bool_]:
+        return self._each(lambda wish: wish.params.greedy).astype(np.bool_)
+
+    @property
+    def may_end(self) -> NDArray[np.bool_]:
+        """Whether the model may end the answers before they are as long as they can be."""
+        return self._each(lambda wish: not wish.params.ignore_eos).astype(np.bool_)
+
     def _each(self, value: Callable[[RowWish], int]) -> NDArray[np.int64]:
         used, places = np.unique(self.numbers, return_inverse=True)
         return np.array([value(self.distinct[number]) for number in used], np.int64)[places]

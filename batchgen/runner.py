@@ -25,7 +25,6 @@ from batchgen.engine.types import Request, RequestOutput
 from batchgen.errors import OutputError
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
-from batchgen.io.model_source import cache_directory
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable, open_table
 from batchgen.io.writer import JobWriter

@@ -59,7 +59,7 @@ FIGURES = Planned(
     generate_seconds=None,
 )
 ONE_TASK = PrefixText(10, 60, 56, 504, "\tAn\x1b task" + " with long instructions" * 8, ())
-PLAN = JobPlan(FIGURES, [], 750, PrefixText(30, 4, 4, 116, "<|im_start|>user\n", (ONE_TASK,)), [])
+PLAN = JobPlan(FIGURES, [], 750, PrefixText(30, 4, 4, 116, "<|im_start|>user\n", (ONE_TASK,)), [], 1.5, 800.0)
 
 
 @pytest.fixture
@@ -252,6 +252,7 @@ def test_plan(plan):
         "new tokens at most: 2,560",
         "longest prompt: 77 of 8,192 tokens",
         "KV memory at the peak: 3.0 MiB (96 pages)",
+        "tokenised in: 1.5 s (800 tokens/s)",
         "time: not known on this machine yet; any run of this model tells, or: batchgen bench job.yaml",
         "largest shared prefixes (83% of what sharing saves):",
         "  30 rows x 4 tokens, 116 saved: <|im_start|>user\\n",

@@ -56,7 +56,7 @@ def largest_prefixes(plan: PrefixPlan, most: int, least_saved: int = 1) -> Share
     A node that is not shown leaves its tokens to those beneath it that are. A node must save `least_saved` tokens.
     Children come in order of what is saved at and below them.
     """
-    shared = np.append(plan.shared, 0)
+    shared = np.append(plan.shared, 0).astype(np.int64)
     rows = len(plan.order)
     root = (0, rows, int(shared[1:rows].min()) if rows > 1 else 0)
     beneath = list(_explore(shared, root, LOOKED_AT * most))
