@@ -20,7 +20,7 @@ def plan_pairs(plan: JobPlan, spec: str) -> list[tuple[str, str]]:
     return [
         ("rows", f"{figures.rows:,}"),
         ("answers", f"{figures.answers:,}"),
-        *_failures(figures.failed_rows),
+        *_failures(figures.failures),
         ("rows equal to another", f"{figures.duplicate_rows:,}"),
         *([("BOS in the template, not doubled", f"{figures.bos_doubled:,} rows")] if figures.bos_doubled else []),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Planned:
     """Counts of rows, tokens and pages; names as in job.json's `totals` where these count the same when it is done.
 
-    rows: all of them. answers: results, n per row. failed_rows: rows that cannot be answered, by the code of their
-    error. duplicate_rows: rows whose prompt is that of an earlier one. bos_doubled: prompts whose template brings the
-    BOS token that they would have been given anyway.
+    rows: all of them. answers: results, n per row. failed_rows: rows that cannot be answered, in failures by the
+    code of their error. duplicate_rows: rows whose prompt is that of an earlier one. bos_doubled: prompts that bring by
+    their template the BOS token that they would have been given anyway.
     distinct_prompt_tokens: the fewest that can be computed; computed_prompt_tokens: what will be. Rows that ask for no
     tokens are in neither.
     max_new_tokens: the most that can be generated. kv_pages_needed and kv_bytes_needed: about what keeps all sequences
@@ -30,7 +30,8 @@ class Planned:
 
     rows: int
     answers: int
-    failed_rows: dict[str, int]
+    failed_rows: int
+    failures: dict[str, int]
     duplicate_rows: int
     bos_doubled: int
     prompt_tokens: int
@@ -55,7 +56,8 @@ def planned(job: "PreparedJob", known: Calibration | None) -> Planned:
     return Planned(
         rows=len(prompts.row_index),
         answers=int(prompts.samples.sum()),
-        failed_rows=dict(Counter(failed.failure.code for failed in prompts.failures)),
+        failed_rows=len(prompts.failures),
+        failures=dict(Counter(failed.failure.code for failed in prompts.failures)),
         duplicate_rows=int(plan.repeats.sum()),
         bos_doubled=prompts.bos_in_text,
         prompt_tokens=plan.prompt_tokens,

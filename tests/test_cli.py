@@ -43,7 +43,8 @@ class Summary:
 FIGURES = Planned(
     rows=30,
     answers=60,
-    failed_rows={},
+    failed_rows=0,
+    failures={},
     duplicate_rows=3,
     bos_doubled=0,
     prompt_tokens=1000,
@@ -263,7 +264,7 @@ def test_plan(plan):
 def test_plan_says_what_will_fail_and_why(plan):
     failures = [FailedRow(i, None, 1, RowFailure("prompt_missing", "null")) for i in range(24)]
     failures += [FailedRow(24, "e05", 1, RowFailure("prompt_too_long", "9 tokens"))]
-    figures = replace(FIGURES, failed_rows={"prompt_missing": 24, "prompt_too_long": 1}, bos_doubled=2)
+    figures = replace(FIGURES, failures={"prompt_missing": 24, "prompt_too_long": 1}, bos_doubled=2)
     lines = plan(replace(PLAN, figures=figures, failing_rows=failures)).splitlines()
     assert "rows that are too long: 1" in lines
     assert "rows that fail otherwise: 24 (24 prompt_missing)" in lines

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import runner
+from batchgen import job_plan, runner
 from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError
 from batchgen.io.scratch import Scratch
@@ -89,12 +89,11 @@ def test_plan_and_job_json_and_totals_agree(make_spec, run, tmp_path: Path, sect
     run(spec)
     recorded, totals = job(spec)["plan"], job(spec)["totals"]
     assert {name: plan[name] for name in recorded} == recorded
-    assert {name: recorded[name] for name in ("rows", "prompt_tokens", "computed_prompt_tokens")} == {
-        name: totals[name] for name in ("rows", "prompt_tokens", "computed_prompt_tokens")
-    }
+    same = ("rows", "failed_rows", "prompt_tokens", "computed_prompt_tokens")
+    assert [recorded[name] for name in same] == [totals[name] for name in same]
     assert recorded["answers"] == results(spec).height
-    assert recorded["failed_rows"] == {"prompt_missing": 1, "prompt_too_long": 1}
-    assert sum(recorded["failed_rows"].values()) == totals["failed_rows"] == len(plan["failing_rows"])
+    assert recorded["failures"] == {"prompt_missing": 1, "prompt_too_long": 1}
+    assert len(plan["failing_rows"]) == 2
     assert recorded["duplicate_rows"] == 2
     assert 0 < totals["generated_tokens"] <= recorded["max_new_tokens"]
     assert recorded["distinct_prompt_tokens"] <= recorded["computed_prompt_tokens"]
@@ -297,10 +296,13 @@ def test_tokens_on_disk_give_the_same_bits_and_leave_no_file(make_spec, run, tmp
     }
     memory, disk = make_spec("memory", **sections), make_spec("disk", **sections)
     run(memory)
-    monkeypatch.setattr(runner, "Scratch", partial(Scratch, memory_bytes=0))
+    for module in (runner, job_plan):
+        monkeypatch.setattr(module, "Scratch", partial(Scratch, memory_bytes=0))
     run(disk)
     assert answers(disk) == answers(memory)
-    assert plan_job(disk).distinct_prompt_tokens == job(memory)["plan"]["distinct_prompt_tokens"]
+    plan = plan_job(disk)
+    assert plan.figures.distinct_prompt_tokens == job(memory)["plan"]["distinct_prompt_tokens"]
+    assert plan.prefixes.text.startswith("<|im_start|>system")
     output = Path(disk.output.path)
     assert sorted(path.name for path in output.iterdir()) == ["job.json", "results", "steps", "timings"]
 
