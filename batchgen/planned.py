@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchgen.calibration import Calibration
 from batchgen.engine.prefix_tree import shared_among
+from batchgen.engine.run_order import RunOrder, shared_in_turn
 from batchgen.estimate import Sequences, estimate_seconds
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def _sequences(job: "PreparedJob") -> Sequences:
     rooms, samples = job.rooms[plan.order], job.samples[plan.order]
     with_answer = rooms > 0
     once = np.where(wishes.greedy[plan.order], ~plan.repeats, samples) if engine.prefix_sharing else samples
-    shared = shared_among(plan, with_answer) if engine.prefix_sharing else np.zeros(with_answer.sum(), np.int64)
+    shared = _shared(job, with_answer)
     fitting = min(1.0, job.num_pages / max(job.pages_wanted, 1))
     return Sequences(
         lengths=plan.lengths[with_answer].astype(np.int64),
@@ -92,3 +94,17 @@ def _sequences(job: "PreparedJob") -> Sequences:
         max_batch_tokens=engine.max_batch_tokens,
         at_once=max(1, int(min(engine.max_num_seqs, engine.max_batch_tokens) * fitting)),
     )
+
+
+def _shared(job: "PreparedJob", runs: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Prompt tokens that each row of the plan that runs finds computed, by the way the job is scheduled."""
+    plan, engine = job.plan, job.spec.engine
+    if not engine.prefix_sharing:
+        return np.zeros(runs.sum(), np.int64)
+    if engine.schedule != "fifo":
+        return shared_among(plan, runs)
+    kept = job.order.sums(runs.astype(np.int64)) > 0
+    order = RunOrder(job.order.begins[kept], job.order.ends[kept], job.order.lanes[kept])
+    shared = plan.lengths.astype(np.int64)
+    shared[order.begins] = np.minimum(shared_in_turn(plan, order), shared[order.begins] - 1)
+    return shared[runs]

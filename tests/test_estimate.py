@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from batchgen.calibration import Answers, Calibration
-from batchgen.engine.planner import PrefixPlan, RowWish, make_requests, plan_prefixes
+from batchgen.engine.planner import PrefixPlan, plan_prefixes
+from batchgen.engine.requests import RowWish, make_requests
+from batchgen.engine.run_order import plan_order
 from batchgen.engine.types import SamplingParams
 from batchgen.estimate import UNKNOWN_SHARE, Sequences, estimate_seconds, expected_tokens, work
 from tests.engine.mock import HashModel, Rig, letters, prompt_table
@@ -35,7 +37,7 @@ def test_tokens_and_contexts_are_those_of_the_engine(room: int, batch_tokens: in
     plan = plan_prefixes(table)
     rig = Rig(HashModel(30), letters(30), batch_tokens, at_once, num_pages=600, page_size=8, context_length=400)
     wish = RowWish(SamplingParams(max_tokens=room, ignore_eos=True), 1, False)
-    rig.run(make_requests(table, plan, lambda i: wish))
+    rig.run(make_requests(table, plan, plan_order(plan), lambda i: wish))
     sequences = sequences_of(plan, room, batch_tokens, at_once)
     steps, *counts = work(sequences, sequences.rooms.astype(np.float64)).tolist()
     assert counts == [

@@ -68,6 +68,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "without sharing": {"engine": {"prefix_sharing": False}},
     "several answers": {"sampling": {"n": 3, "temperature": 1.0}},
     "several answers without sharing": {"sampling": {"n": 2}, "engine": {"prefix_sharing": False}},
+    "in the table's order": {"sampling": {"max_tokens": "{{ most }}"}, "engine": {"schedule": "fifo"}},
+    "prompts first": {"sampling": {"n": 2, "temperature": 1.0}, "engine": {"schedule": "prefill_first"}},
     "some rows ask for nothing": {"sampling": {"max_tokens": "{{ most }}"}},
     "some rows ask for nothing, without sharing": {
         "sampling": {"max_tokens": "{{ most }}"},

@@ -65,6 +65,23 @@ def run_order(
     return order
 
 
+def shared_in_turn(plan: PrefixPlan, order: RunOrder) -> NDArray[np.int64]:
+    """Tokens that each request has in common with the one before it in an order: 0 for the first.
+
+    What two prompts share is the least that neighbours between them in the plan do: a range minimum, from the minima of
+    the ranges of 1, 2, 4, ... (a sparse table).
+    """
+    first = np.minimum(order.begins[1:], order.begins[:-1]) + 1
+    end = np.maximum(order.begins[1:], order.begins[:-1]) + 1
+    level = np.floor(np.log2(end - first)).astype(np.int64)
+    found, least = np.zeros(len(order), np.int64), plan.shared
+    for power in range(int(level.max(initial=-1)) + 1):
+        asked = np.flatnonzero(level == power)
+        found[asked + 1] = np.minimum(least[first[asked]], least[end[asked] - (1 << power)])
+        least = np.minimum(least[: -(1 << power)], least[1 << power :])
+    return found
+
+
 def pages_at_once(plan: PrefixPlan, order: RunOrder, own: NDArray[np.int64], page_size: int, max_num_seqs: int) -> int:
     """About how many KV pages keep `max_num_seqs` requests going.
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from batchgen.engine.planner import PrefixPlan, plan_prefixes
-from batchgen.engine.run_order import Policy, RunOrder, run_order
+from batchgen.engine.run_order import Policy, RunOrder, run_order, shared_in_turn
 from tests.engine.mock import prompt_table, trie_size
 
 RUN = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 5, 40]))
@@ -103,3 +103,12 @@ def test_groups_are_the_plans() -> None:
     order = run_order(plan, np.ones(5, np.int64), "planned", num_pages=0, longest_pages=1)
     assert list(pairwise([*order.begins.tolist(), 5])) == list(zip(order.begins, order.ends, strict=True))
     assert order.sums(np.ones(5, np.int64)).tolist() == [2, 3]
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.lists(PROMPT, min_size=1, max_size=25))
+def test_what_neighbours_in_the_table_have_in_common(prompts: list) -> None:
+    plan = plan_prefixes(prompt_table(prompts))
+    order = run_order(plan, np.ones(len(prompts), np.int64), "fifo", num_pages=1, longest_pages=1)
+    turns = list(dict.fromkeys(prompts))
+    assert shared_in_turn(plan, order).tolist() == [0, *(common(a, b) for a, b in pairwise(turns))]
