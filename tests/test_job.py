@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import job_plan, runner
+from batchgen.engine import run_order
 from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError
 from batchgen.io.scratch import Scratch
@@ -179,14 +181,19 @@ def small_table(tmp_path: Path, count: int = 18) -> Path:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "one sequence at a time": {"engine": {"max_num_seqs": 1}},
-    "seven sequences": {"engine": {"max_num_seqs": 7}},
-    "small chunks": {"engine": {"max_batch_tokens": 50}},
-    "no sharing": {"engine": {"prefix_sharing": False}},
-    "one thread": {"engine": {"threads": 1}},
-    "little memory": {"engine": {"kv_memory": "11MiB"}},
-    "set back": {"engine": {"kv_memory": "11MiB"}},
-    "large pages": {"engine": {"page_size": 64}},
+    "one sequence at a time": {"max_num_seqs": 1},
+    "seven sequences": {"max_num_seqs": 7},
+    "small chunks": {"max_batch_tokens": 50},
+    "no sharing": {"prefix_sharing": False},
+    "one thread": {"threads": 1},
+    "three threads": {"threads": 3},
+    "little memory": {"kv_memory": "11MiB"},
+    "set back": {"kv_memory": "11MiB"},
+    "large pages": {"page_size": 64},
+    "in the table's order": {"schedule": "fifo", "max_num_seqs": 5},
+    "prompts before answers": {"schedule": "prefill_first", "max_batch_tokens": 100},
+    "from both ends": {"max_num_seqs": 5},
+    "interrupted and resumed": {"max_num_seqs": 6},
 }
 
 
@@ -196,19 +203,24 @@ def test_the_same_bits_whatever_the_batch(
 ) -> None:
     table, sampling = small_table(tmp_path), {"max_tokens": 32, "seed": 3, **sampling}
 
-    def spec(name: str, path: Path = table, **sections: Any) -> Any:
-        return make_spec(name, input={"path": str(path), "messages": "messages"}, sampling=sampling, **sections)
+    def spec(name: str, path: Path = table, **engine: Any) -> Any:
+        given = {"path": str(path), "messages": "messages"}
+        return make_spec(name, input=given, sampling=sampling, engine=engine)
 
     base = spec("base")
     run(base)
     wanted = answers(base)
     assert len(wanted) == 18 * sampling.get("n", 1)
-    for number, (title, sections) in enumerate(SETTINGS.items()):
-        other = spec(f"other-{number}", **sections)
+    for number, (title, engine) in enumerate(SETTINGS.items()):
+        other = spec(f"other-{number}", **engine)
         with monkeypatch.context() as patch:
             if title == "set back":  # jobs this small admit nobody in the hope of a short answer
                 patch.setattr(Scheduler, "_may_risk", lambda self, sequence: not sequence.set_back)
                 patch.setattr(LengthEstimate, "tokens", lambda self, room: 1)
+            if title == "from both ends":  # its rows are too much alike
+                patch.setattr(run_order, "LEAST_DIFFERENCE", -2)
+            if title == "interrupted and resumed":
+                assert [run(other, stop=after(steps)).interrupted for steps in (15, 30)] == [True, True]
             run(other)
         assert answers(other) == wanted, title
         if title == "set back" and "n" in sampling:
@@ -220,6 +232,12 @@ def test_the_same_bits_whatever_the_batch(
     first, second = spec("unique", tmp_path / "unique.parquet"), spec("shuffled", shuffled)
     run(first), run(second)
     assert answers(first, "key") == answers(second, "key")
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """Whether to stop, asked before every step."""
+    asked = iter(range(10**6))
+    return lambda: next(asked) >= steps
 
 
 def test_killed_and_resumed_gives_the_same_bits(make_spec, run, tmp_path: Path) -> None:
@@ -263,8 +281,7 @@ def test_interrupted_keeps_what_is_finished_and_goes_on(make_spec, run, tmp_path
         sampling={"max_tokens": 4},
         engine={"max_num_seqs": 4},
     )
-    calls = iter(range(10**6))
-    first = run(spec, stop=lambda: next(calls) > 8)
+    first = run(spec, stop=after(9))
     assert first.interrupted and 0 < first.rows < 18
     second = run(spec)
     assert not second.interrupted and second.rows == 18
@@ -344,8 +361,7 @@ def test_a_resumed_job_writes_the_date_it_was_started_on(make_spec, run, tmp_pat
         sampling={"max_tokens": 4},
         engine={"max_num_seqs": 4},
     )
-    calls = iter(range(10**6))
-    assert run(spec, stop=lambda: next(calls) > 8).rows > 0
+    assert run(spec, stop=after(9)).rows > 0
     time.sleep(1.1)
     run(spec)
     assert clocks[0]() == clocks[1]()
