@@ -20,6 +20,7 @@ from batchgen.errors import BatchgenError, OutputError
 if TYPE_CHECKING:
     from batchgen.bench import Bench, StepFigure
     from batchgen.job_plan import JobPlan
+    from batchgen.report.page import Written
     from batchgen.runner import JobSummary
     from batchgen.spec import JobSpec
 
@@ -114,8 +115,9 @@ def run(
     job = _load(spec, overrides)
     again = _command(spec, sets, limit, output)
     summary = _run_job(job, fresh, quiet, again)
+    report = None if summary.interrupted or summary.already_done else _try_report(summary.output_dir)
     if not quiet:
-        _show_summary(summary)
+        _show_summary(summary, report)
     if summary.interrupted:
         print(f"rows under way start over; to go on, run: {again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
@@ -138,6 +140,19 @@ def _run_job(job: "JobSpec", fresh: bool, quiet: bool, again: str) -> "JobSummar
         raise typer.Exit(INTERRUPTED) from None
     finally:
         progress.close()
+
+
+def _try_report(directory: Path) -> "Written | None":
+    """The report of a job that has just finished. The answers are safe by now, whatever goes wrong with it."""
+    try:
+        from batchgen.report.page import write_report
+
+        return write_report(directory)
+    except BaseException as error:  # Ctrl-C is none of the job's any more, and a panic in polars is no Exception
+        reason = " ".join(str(error).split()) or type(error).__name__
+        again = shlex.join(["batchgen", "report", str(directory)])
+        print(f"warning: the job is finished, but not its report: {reason}; to write it: {again}", file=sys.stderr)
+        return None
 
 
 class StopRequest:
@@ -203,7 +218,7 @@ def _command(spec: Path, sets: list[str] | None, limit: int | None, output: str 
     return shlex.join(words)
 
 
-def _show_summary(summary: "JobSummary") -> None:
+def _show_summary(summary: "JobSummary", report: "Written | None") -> None:
     if summary.already_done:
         print(f"nothing to do: {summary.output_dir} holds the finished job (--fresh runs it again)")
         return
@@ -212,7 +227,54 @@ def _show_summary(summary: "JobSummary") -> None:
     pairs = [("rows", f"{summary.rows:,}"), ("failed rows", failed)]
     known = ("rows", "failed_rows")
     pairs += [(name.replace("_", " "), _shown(value)) for name, value in summary.totals.items() if name not in known]
+    pairs += _headline(report) if report else []
     _show_pairs("interrupted" if summary.interrupted else "done", [*pairs, ("output", str(summary.output_dir))])
+    if report:
+        print(f"report: {report.path}")
+
+
+def _headline(report: "Written") -> list[tuple[str, str]]:
+    return [(name, value + (f" ({note})" if note else "")) for name, value, note in report.headline]
+
+
+# --- report, compare -------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The output folder of a finished job.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file, not to DIR/report.html.")
+    ] = None,
+) -> None:
+    """Write a finished job's report anew: one page that needs no network."""
+    from batchgen.report.page import write_report
+
+    written = write_report(directory, output)
+    _show_pairs("report", _headline(written))
+    print(f"report: {written.path}")
+
+
+@app.command()
+def compare(
+    directory_a: Annotated[Path, typer.Argument(metavar="DIR_A", help="The output folder of a finished job.")],
+    directory_b: Annotated[Path, typer.Argument(metavar="DIR_B", help="That of another.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Set two finished jobs beside each other: settings, rates, accuracy, and the answers that differ."""
+    from batchgen.compare import compare_jobs
+    from batchgen.compare_view import answer_pairs, comparison_columns, comparison_values, difference_lines
+
+    result = compare_jobs(directory_a, directory_b)
+    if not result.same_input:
+        print("warning: the two jobs read different inputs; their answers are matched by position", file=sys.stderr)
+    if as_json:
+        print(json.dumps(comparison_values(result), indent=2, ensure_ascii=False))
+        return
+    _show_columns(*comparison_columns(result))
+    _show_pairs("answers", answer_pairs(result))
+    for line in difference_lines(result):
+        print(line)
 
 
 # --- validate, plan --------------------------------------------------------------------------------------------------
@@ -418,6 +480,24 @@ def _show_line(text: str) -> None:
     from rich.console import Console
 
     Console().print(text, markup=False, highlight=False)
+
+
+def _show_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal; elsewhere a line of values between bars each, of those that are not empty."""
+    if not sys.stdout.isatty():
+        for row in (names, *rows):
+            print(" | ".join(filter(None, row)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for number, name in enumerate(names):
+        table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
 
 
 def _shown(value: object) -> str:

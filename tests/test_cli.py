@@ -40,6 +40,12 @@ class Summary:
     already_done: bool = False
 
 
+@dataclass
+class Written:
+    path: Path
+    headline: list = field(default_factory=lambda: [("rows/s", "2.00", ""), ("time per token", "3 ms", "p99 4 ms")])
+
+
 FIGURES = Planned(
     rows=30,
     answers=60,
@@ -72,7 +78,10 @@ def spec(tmp_path, monkeypatch):
 
 @pytest.fixture
 def runner(monkeypatch):
-    """A stand-in for batchgen.runner, whose functions a test may replace; `calls` are those of run_job."""
+    """A stand-in for batchgen.runner, whose functions a test may replace; `calls` are those of run_job.
+
+    So is its `reporter`, for batchgen.report.page.
+    """
     module = types.ModuleType("batchgen.runner")
     module.calls, module.summary = [], Summary()
 
@@ -80,6 +89,9 @@ def runner(monkeypatch):
         module.calls.append((job, fresh))
         return module.summary
 
+    monkeypatch.setitem(sys.modules, "batchgen.report.page", reporter := types.ModuleType("batchgen.report.page"))
+    reporter.write_report = lambda directory, output=None: Written(output or directory / "report.html")
+    module.reporter = reporter
     module.run_job = run_job
     module.show_model = lambda source: {"architecture": "llama", "tied_output": True, "types": {"Q4_1": 3}}
     module.warmup = lambda progress: 12.34
@@ -98,13 +110,45 @@ def test_run_hands_the_options_on(spec, runner, capsys):
         "failed rows: 0",
         "prompt tokens: 1,234",
         "wall seconds: 1.50",
+        "rows/s: 2.00",
+        "time per token: 3 ms (p99 4 ms)",
         "output: out",
+        "report: out/report.html",
     ]
 
 
 def test_quiet_prints_nothing(spec, runner, capsys):
     assert cli.main(["run", spec, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "error", [InputError("disk full"), RuntimeError("two\nlines"), MemoryError(), KeyboardInterrupt()]
+)
+def test_a_report_that_fails_is_a_warning_and_the_job_stays_done(spec, runner, capsys, error):
+    def write_report(directory):
+        raise error
+
+    runner.reporter.write_report = write_report
+    assert cli.main(["run", spec]) == 0
+    out, warning = capsys.readouterr()
+    assert out.splitlines()[-1] == "output: out"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    told = f"warning: the job is finished, but not its report: {reason}; to write it: batchgen report out\n"
+    assert warning == told
+
+
+@pytest.mark.parametrize("summary", [Summary(interrupted=True), Summary(already_done=True)])
+def test_only_a_job_that_has_just_finished_is_reported(spec, runner, summary):
+    runner.summary = summary
+    runner.reporter.write_report = lambda directory: pytest.fail("a report")
+    cli.main(["run", spec])
+
+
+def test_report(runner, capsys):
+    assert cli.main(["report", "out", "-o", "x.html"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["rows/s: 2.00", "time per token: 3 ms (p99 4 ms)", "report: x.html"]
+    assert cli.main(["report"]) == 2
 
 
 def test_failed_rows_are_exit_code_3(spec, runner):
@@ -341,7 +385,22 @@ def test_schema(capsys):
 def test_help_and_version_list_commands_and_exit_codes():
     result = CliRunner().invoke(cli.app, ["--help"])
     assert result.exit_code == 0
-    for text in ("run", "validate", "plan", "models", "warmup", "schema", "init", "0 =", "1 =", "2 =", "3 =", "130 ="):
+    for text in (
+        "run",
+        "validate",
+        "plan",
+        "models",
+        "warmup",
+        "schema",
+        "init",
+        "report",
+        "compare",
+        "0 =",
+        "1 =",
+        "2 =",
+        "3 =",
+        "130 =",
+    ):
         assert text in result.output
     assert CliRunner().invoke(cli.app, ["--version"]).output == f"batchgen {__version__}\n"
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import job_plan, runner
+from batchgen import cli, job_plan, runner
 from batchgen.engine import run_order
 from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError
@@ -169,6 +169,21 @@ def test_prompts_that_do_not_fit_are_errors_that_say_so(make_spec, run) -> None:
     assert all("the model's context holds 8192" in text for text in results(spec)["error"].struct.field("message"))
 
 
+def test_a_run_ends_with_its_report(make_spec, tmp_path: Path, capsys) -> None:
+    table = {"path": str(ROOT / "jobs/data/humaneval.parquet"), "id": "task_id", "prompt": "{{ prompt }}", "limit": 3}
+    spec = make_spec(input=table, sampling={"max_tokens": 3})
+    assert cli.main(["run", str(tmp_path / "job.yaml")]) == 0
+    path = Path(spec.output.path) / "report.html"
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {path}"
+    page = path.read_text("utf-8")
+    assert "HumanEval/2" in page and "has_close_elements" in page
+    path.unlink()
+    assert cli.main(["report", spec.output.path]) == 0
+    assert path.read_text("utf-8") == page
+    assert cli.main(["compare", spec.output.path, spec.output.path]) == 0
+    assert "texts that differ: 0 (0.0%)" in capsys.readouterr().out
+
+
 def small_table(tmp_path: Path, count: int = 18) -> Path:
     """Chat rows that share prefixes, some of them twice, with a key of their own."""
     frame = pl.read_parquet(ROOT / "jobs/data/annotate.parquet")
@@ -254,6 +269,7 @@ def test_killed_and_resumed_gives_the_same_bits(make_spec, run, tmp_path: Path) 
     assert kills >= 2
     assert answers(spec) == answers(whole)
     assert job(spec)["totals"]["rows"] == 18
+    assert (Path(spec.output.path) / "report.html").is_file()
     steps = pl.read_parquet(Path(spec.output.path) / "steps" / "*.parquet")
     assert steps["step"].is_unique().all()
 

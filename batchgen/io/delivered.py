@@ -1,0 +1,96 @@
+"""A finished job read back from its directory: tables of any size, looked at lazily."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from batchgen.errors import OutputError
+from batchgen.io.checkpoint import read_job
+from batchgen.io.schemas import RESULTS
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveredJob:
+    """The tables of a job directory whose job is finished. `record` is its job.json."""
+
+    directory: Path
+    record: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, directory: Path) -> "DeliveredJob":
+        """Raises OutputError for what is no job's directory, or one whose job is not finished."""
+        if not directory.is_dir():
+            raise OutputError(f"{directory}: no such directory")
+        record = read_job(directory)
+        if record is None:
+            raise OutputError(f"{directory}: holds no batchgen job; name the output folder of a job")
+        if record.get("state") != "finished":
+            raise OutputError(
+                f"{directory}: the job is not finished; run the command that started it again, it goes on"
+            )
+        for kind in ("results", "steps"):
+            if not _parts(directory, kind):
+                raise OutputError(f"{directory}: {kind}/ is missing; --fresh runs the job again")
+        return cls(directory, record)
+
+    @property
+    def name(self) -> str:
+        return str(self.record["spec"]["name"])
+
+    def results(self) -> pl.LazyFrame:
+        """The columns of `RESULTS`, under these names whatever `output.prefix` is."""
+        prefix = self.record["spec"]["output"]["prefix"]
+        return self.table("results").select(pl.col(prefix + name).alias(name) for name in RESULTS.names)
+
+    def steps(self) -> pl.LazyFrame:
+        return self.table("steps")
+
+    def timings(self) -> pl.LazyFrame | None:
+        """None where the job was told to keep none."""
+        return self.table("timings") if _parts(self.directory, "timings") else None
+
+    def input_schema(self) -> Mapping[str, pl.DataType]:
+        """The columns of results/ that are not results: the input's, and what was added since."""
+        prefix = self.record["spec"]["output"]["prefix"]
+        own = {prefix + name for name in RESULTS.names}
+        return {name: kind for name, kind in self.table("results").collect_schema().items() if name not in own}
+
+    def input_rows(self, row_index: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
+        """Some rows' values by row_index, read by pyarrow, which holds every type that an input can have."""
+        key = self.record["spec"]["output"]["prefix"] + "row_index"
+        parts = ds.dataset(_parts(self.directory, "results"))
+        table = parts.to_table(columns=[*columns, key], filter=ds.field(key).isin(pa.array(row_index, pa.int64())))
+        rows = table[key].to_pylist()
+        return {row: {name: _value(table[name][i]) for name in columns} for i, row in enumerate(rows)}
+
+    def table(self, kind: str) -> pl.LazyFrame:
+        """The parts of a table as they are written."""
+        return pl.scan_parquet(_parts(self.directory, kind), glob=False)
+
+
+def _parts(directory: Path, kind: str) -> list[Path]:
+    return sorted((directory / kind).glob("part-*.parquet"))
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except Exception:  # a year 10000, say; pyarrow raises what it likes here
+        return f"(a {scalar.type} that Python cannot hold)"
+
+
+@contextmanager
+def reading(*directories: Path) -> Iterator[None]:
+    """Turns damaged tables below one of the directories into an OutputError of one line."""
+    try:
+        yield
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        places = " or ".join(map(str, directories))
+        raise OutputError(f"{places}: its tables cannot be read: {reason}; --fresh runs the job again") from error
