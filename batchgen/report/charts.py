@@ -61,45 +61,47 @@ def all_charts(figures: Figures, kv_pages: int) -> dict[str, Chart]:
 # --- over time ---------------------------------------------------------------------------------------------------
 
 
+OVER_TIME: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (
+        "generated",
+        "Generated tokens per second",
+        "Tokens of the answers{without}.",
+        {"title": "tokens/s", "series": 1},
+    ),
+    (
+        "prompt",
+        "Prompt tokens per second",
+        "Prompt tokens that were computed; what was shared with another row costs nothing and is not counted.",
+        {"title": "tokens/s", "series": 0},
+    ),
+    (
+        "seqs",
+        "Batch size",
+        "Sequences in a step, on average: the more there are, the better a step uses the machine.",
+        {"title": "sequences", "series": 2},
+    ),
+    (
+        "kv",
+        "KV cache in use",
+        "Share of the {kv_pages:,} pages that hold keys and values, on average.",
+        {"title": "of all pages", "series": 3, "form": ".0%"},
+    ),
+)
+"""Column of the timeline, title, text and options of `_spans`."""
+
+
 def _over_time(figures: Figures, kv_pages: int) -> list[Chart]:
     scale, unit = time_unit(figures.totals.seconds)
     frame = figures.timeline.with_columns(pl.col("start_s", "end_s") / scale, kv=pl.col("pages") / max(1, kv_pages))
     frame = _rounded(frame.rename({"start_s": "start", "end_s": "end"}))
     recorded = frame["finished"].null_count() == 0
-    first = "" if recorded else " without the first token of each, since the job kept no timings"
+    without = "" if recorded else " without the first token of each, since the job kept no timings"
     charts = [
-        Chart(
-            "prompt",
-            "Prompt tokens per second",
-            "Prompt tokens that were computed; what was shared with another row costs nothing and is not counted.",
-            _spans(frame, "prompt", "tokens/s", unit, 0),
-        ),
-        Chart(
-            "generated",
-            "Generated tokens per second",
-            f"Tokens of the answers{first}.",
-            _spans(frame, "generated", "tokens/s", unit, 1),
-        ),
-        Chart(
-            "seqs",
-            "Batch size",
-            "Sequences in a step, on average: the more there are, the better a step uses the machine.",
-            _spans(frame, "seqs", "sequences", unit, 2),
-        ),
-        Chart(
-            "kv",
-            "KV cache in use",
-            f"Share of the {kv_pages:,} pages that hold keys and values, on average.",
-            _spans(frame, "kv", "of all pages", unit, 3, ".0%"),
-        ),
-        Chart(
-            "parts",
-            "Over time",
-            "What the steps of each span spent their time on.",
-            _time_parts(frame, unit),
-        ),
+        Chart(name, title, text.format(kv_pages=kv_pages, without=without), _spans(frame, name, unit, **options))
+        for name, title, text, options in OVER_TIME
     ]
-    return [_answers(frame, unit), *charts] if recorded else charts
+    parts = Chart("parts", "Over time", "What the steps of each span spent their time on.", _time_parts(frame, unit))
+    return [*([_answers(frame, unit)] if recorded else []), *charts, parts]
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -112,12 +114,12 @@ def _answers(frame: pl.DataFrame, unit: str) -> Chart:
         "answers",
         "Answers over time",
         "Answers finished so far. Rows that failed before they were computed are not among them.",
-        _spans(frame, "finished", "answers", unit, 0, ",.0f", smooth=True),
+        _spans(frame, "finished", unit, title="answers", series=0, form=",.0f", smooth=True),
     )
 
 
 def _spans(
-    frame: pl.DataFrame, column: str, title: str, unit: str, series: int, form: str = ",.3~s", smooth: bool = False
+    frame: pl.DataFrame, column: str, unit: str, *, title: str, series: int, form: str = ",.3~s", smooth: bool = False
 ) -> dict[str, Any]:
     """An area over the spans of the timeline; `smooth` joins the values that hold at the ends of spans."""
     at = "end" if smooth else "start"

@@ -117,7 +117,7 @@ def test_every_chart_is_valid_vega_lite(tmp_path: Path):
     figures = job_figures(DeliveredJob.open(hostile_job(tmp_path / "job")))
     charts = all_charts(figures, 8)
     assert list(charts) == [
-        *("answers", "prompt", "generated", "seqs", "kv", "parts", "first_token", "per_token", "lengths", "sharing")
+        *("answers", "generated", "prompt", "seqs", "kv", "parts", "first_token", "per_token", "lengths", "sharing")
     ]
     for chart in charts.values():
         kind: Any = alt.LayerChart if "layer" in chart.spec else alt.Chart
