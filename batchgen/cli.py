@@ -301,8 +301,13 @@ def plan(
     """Say what a job will compute, share and take, and which rows will fail, without loading weights."""
     job = _load(spec, _overrides(sets, limit))
     from batchgen.job_plan import plan_job
+    from batchgen.progress import make_listener
 
-    result = plan_job(job)
+    progress = make_listener(as_json, transient=True)
+    try:
+        result = plan_job(job, progress)
+    finally:
+        progress.close()
     if as_json:
         print(json.dumps(result.values(), indent=2, ensure_ascii=False))
     else:

@@ -1,5 +1,6 @@
 """`batchgen plan`: all that is known of a job before weights are loaded."""
 
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from batchgen.io.scratch import Scratch
 from batchgen.io.table import open_table
 from batchgen.loading import locate_model, open_model, resolve_numerics, thread_count
 from batchgen.planned import Planned, planned
+from batchgen.progress import ProgressListener
 from batchgen.prompts import FailedRow, PromptReader
-from batchgen.runner import PreparedJob, prepare
+from batchgen.runner import PreparedJob, prepare, reading_progress
 from batchgen.spec import JobSpec
 
 SHOWN_PREFIXES = 12
@@ -66,17 +68,18 @@ class JobPlan:
         }
 
 
-def plan_job(spec: JobSpec) -> JobPlan:
+def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
     """What a job will compute, from the table and the model's header alone."""
+    started = time.perf_counter()
     table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
     check_columns(table.schema, spec.output.columns, spec.output.prefix)
-    path, sha256 = locate_model(spec.model, lambda text: None)
+    path, sha256 = locate_model(spec.model, progress.message)
     model = open_model(path, spec.model.pre_tokenizer)
     PromptReader(spec, model.tokenizer, model.chat).check(table)
     numerics = resolve_numerics(spec.model, spec.engine)
     known = read_calibration(this_machine(sha256, numerics, thread_count(spec.engine)))
     with Scratch(cache_directory()) as scratch:
-        job = prepare(spec, table, model, numerics, scratch)
+        job = prepare(spec, table, model, numerics, scratch, reading_progress(progress, table, started))
         job.backend.close()
         prefixes = _prefixes(job)
     figures = planned(job, known)

@@ -180,7 +180,7 @@ class LiveProgress:
         self._bar.stop()
 
 
-def _rich_bar(stream: TextIO) -> "RichProgress":
+def _rich_bar(stream: TextIO, transient: bool) -> "RichProgress":
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
@@ -196,16 +196,20 @@ def _rich_bar(stream: TextIO) -> "RichProgress":
         TimeElapsedColumn(table_column=whole),
         TextColumn("{task.fields[detail]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)),
         expand=True,
+        transient=transient,
         console=Console(file=stream),
         refresh_per_second=4,
     )
 
 
-def make_listener(quiet: bool = False, stream: TextIO | None = None) -> ProgressListener:
-    """The listener that fits `stream` (stderr by default); rich is imported only for a terminal."""
+def make_listener(quiet: bool = False, stream: TextIO | None = None, transient: bool = False) -> ProgressListener:
+    """The listener that fits `stream` (stderr by default); rich is imported only for a terminal.
+
+    transient: a live line leaves nothing behind.
+    """
     stream = stream or sys.stderr
     if quiet:
         return SilentProgress()
     if stream.isatty():
-        return LiveProgress(_rich_bar(stream))
+        return LiveProgress(_rich_bar(stream, transient))
     return PlainProgress(stream)

@@ -107,7 +107,7 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
         dates.append(checkpoint.started)
         with Scratch(checkpoint.work) as scratch:
             planning = time.perf_counter()
-            job = prepare(spec, table, model, numerics, scratch, _telling(progress, table, started))
+            job = prepare(spec, table, model, numerics, scratch, reading_progress(progress, table, started))
             machine = this_machine(sha256, numerics, thread_count(spec.engine))
             figures = planned(job, read_calibration(machine))
             plan_seconds = time.perf_counter() - planning
@@ -121,7 +121,7 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
     return summary
 
 
-def _telling(progress: ProgressListener, table: InputTable, started: float) -> OnRows:
+def reading_progress(progress: ProgressListener, table: InputTable, started: float) -> OnRows:
     """Show how far reading and encoding has come, while there is more to come."""
     total = table.num_rows_upper
 

@@ -277,7 +277,7 @@ def plan(monkeypatch, spec, capsys):
     """`plan(job_plan, *arguments)`: what `batchgen plan` prints of it."""
 
     def printed(result, *arguments):
-        monkeypatch.setattr(job_plan, "plan_job", lambda job: result)
+        monkeypatch.setattr(job_plan, "plan_job", lambda job, progress: result)
         assert cli.main(["plan", spec, *arguments]) == 0
         return capsys.readouterr().out
 

@@ -24,6 +24,7 @@ from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError
 from batchgen.io.scratch import Scratch
 from batchgen.job_plan import plan_job
+from batchgen.progress import SilentProgress
 from tests.conftest import DATA, ROOT
 
 ANSWER = ["text", "token_ids", "finish_reason", "stop_reason", "num_generated_tokens", "cumulative_logprob", "error"]
@@ -51,7 +52,7 @@ def test_annotate_computes_what_the_plan_says(make_spec, run) -> None:
         sampling={"max_tokens": 4},
         output={"timings": "token"},
     )
-    planned, summary = plan_job(spec).figures, run(spec)
+    planned, summary = plan_job(spec, SilentProgress()).figures, run(spec)
     assert (summary.rows, summary.failed_rows) == (60, 0)
     assert planned.generate_seconds is None  # nothing is known of this machine
     totals = job(spec)["totals"]
@@ -61,7 +62,7 @@ def test_annotate_computes_what_the_plan_says(make_spec, run) -> None:
     assert 0 < totals["tokenize_seconds"] <= totals["plan_seconds"] and totals["tokenize_tokens_per_second"] > 0
     check_timings(spec, totals)
     check_steps(spec)
-    seconds = plan_job(spec).figures.generate_seconds  # the run has told
+    seconds = plan_job(spec, SilentProgress()).figures.generate_seconds  # the run has told
     assert seconds is not None and 0 < seconds[0] < totals["generate_seconds"] * 1.5 and seconds[0] < seconds[1]
 
 
@@ -89,7 +90,7 @@ def test_plan_and_job_json_and_totals_agree(make_spec, run, tmp_path: Path, sect
     given = {"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False}
     engine = {"kv_memory": "128MiB", **sections.get("engine", {})}  # auto depends on what is free just now
     spec = make_spec(input=given, **{"sampling": {"max_tokens": 2}, **sections, "engine": engine})
-    plan = plan_job(spec).values()
+    plan = plan_job(spec, SilentProgress()).values()
     run(spec)
     recorded, totals = job(spec)["plan"], job(spec)["totals"]
     assert {name: plan[name] for name in recorded} == recorded
@@ -335,7 +336,7 @@ def test_tokens_on_disk_give_the_same_bits_and_leave_no_file(make_spec, run, tmp
         monkeypatch.setattr(module, "Scratch", partial(Scratch, memory_bytes=0))
     run(disk)
     assert answers(disk) == answers(memory)
-    plan = plan_job(disk)
+    plan = plan_job(disk, SilentProgress())
     assert plan.figures.distinct_prompt_tokens == job(memory)["plan"]["distinct_prompt_tokens"]
     assert plan.prefixes.text.startswith("<|im_start|>system")
     output = Path(disk.output.path)

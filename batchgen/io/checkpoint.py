@@ -33,7 +33,7 @@ from batchgen.io.schemas import SCHEMAS
 
 State = Literal["new", "resumed", "finished"]
 
-_JOB_FORMAT = 1
+_JOB_FORMAT = 2
 _MARK = "batchgen_job"
 _OWN_NAMES = (*SCHEMAS, "report.html")
 _SAMPLE_BITS = 20  # a result's key is row_index << 20 | sample_index
