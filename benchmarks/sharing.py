@@ -34,12 +34,13 @@ SCHEDULES = {name: [f"engine.schedule={name}", SEATS] for name in ("planned", "p
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: prompt tokens of the table, the fewest possible, those planned and those computed; seconds."""
+    """One run: prompt tokens of the table, the fewest possible, those planned and computed; steps and seconds."""
 
     prompt: int
     least: int
     planned: int
     computed: int
+    steps: int
     seconds: float
 
 
@@ -76,10 +77,10 @@ def levels() -> pl.DataFrame:
 
 
 def mixed() -> pl.DataFrame:
-    """92 rows of 470 tokens that ask for one token, and as many of 16 that ask for 96."""
+    """92 rows of 470 tokens that ask for one token, and as many of 16 that ask for 32 to 160."""
     text = _Text()
     long, short = [[1, *text.take(469)] for _ in range(92)], [[2, *text.take(15)] for _ in range(92)]
-    return _frame(long + short, [1] * 92 + [96] * 92)
+    return _frame(long + short, [1] * 92 + np.random.default_rng(6).integers(32, 161, 92).tolist())
 
 
 def _frame(prompts: list[list[int]], new_tokens: list[int]) -> pl.DataFrame:
@@ -102,23 +103,34 @@ def run(frame: pl.DataFrame, model: str, overrides: list[str]) -> Outcome:
         job = load_spec(Path(folder) / "job.yaml", overrides)
         run_job(job, fresh=False, progress=SilentProgress(), stop=lambda: False)
         record: dict[str, Any] = json.loads((Path(folder) / "out" / "job.json").read_text())
+        steps = pl.scan_parquet(f"{folder}/out/steps/*.parquet").select(pl.len()).collect().item()
     plan, totals = record["plan"], record["totals"]
     return Outcome(
         plan["prompt_tokens"],
         plan["distinct_prompt_tokens"],
         plan["computed_prompt_tokens"],
         totals["computed_prompt_tokens"],
+        steps,
         totals["generate_seconds"],
     )
 
 
 def show(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     table = Table(title=name, title_justify="left")
-    for column in ("setting", "prompt tokens", "least", "planned", "computed", "seconds", "ratio to the first"):
+    for column in (
+        "setting",
+        "prompt tokens",
+        "least",
+        "planned",
+        "computed",
+        "steps",
+        "seconds",
+        "ratio to the first",
+    ):
         table.add_column(column, justify="left" if column == "setting" else "right")
     first = next(iter(outcomes.values()))
     for setting, runs in outcomes.items():
-        tokens = (runs[0].prompt, runs[0].least, runs[0].planned, runs[0].computed)
+        tokens = (runs[0].prompt, runs[0].least, runs[0].planned, runs[0].computed, runs[0].steps)
         ratios = [run.seconds / base.seconds for run, base in zip(runs, first, strict=True)]
         seconds = f"{median(run.seconds for run in runs):.2f}"
         table.add_row(setting, *(f"{count:,}" for count in tokens), seconds, f"{median(ratios):.2f}")
