@@ -84,6 +84,10 @@ def _kind_memory(value: Any) -> str:
     return "#auto" if value == "auto" else "#size" if isinstance(value, str) else "#value"
 
 
+def _kind_size(value: Any) -> str:
+    return "#size" if isinstance(value, str) else "#value"
+
+
 def _kind_list(value: Any) -> str:
     return "#list" if isinstance(value, list | tuple) else "#value"
 
@@ -109,6 +113,9 @@ Text = Annotated[str, Field(min_length=1)]
 PromptText = Annotated[Text, AfterValidator(_check_template)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$", json_schema_extra={"format": "sha256"})]
 Size = Annotated[str, Field(pattern=_SIZE, json_schema_extra={"format": "size"})]
+Bytes = Annotated[
+    Annotated[Annotated[int, Field(ge=1)], Tag("#value")] | Annotated[Size, Tag("#size")], Discriminator(_kind_size)
+]
 PathText = Annotated[str, Field(pattern=r"^[^\x00]+$", json_schema_extra={"format": "path"})]
 
 MaxTokens = Annotated[int, Field(ge=0, le=_INT32_MAX)]
@@ -314,6 +321,42 @@ class OutputSpec(_Part):
     part_seconds: Annotated[float, Field(gt=0)] = Field(default=10.0, description="or after this many seconds")
 
 
+class CacheSpec(_Part):
+    """Where prefixes that rows share are kept when the device has no room for them, and for later jobs."""
+
+    disk_path: PathText | None = Field(
+        default=None, description="folder that jobs share; a relative path starts at the working directory"
+    )
+    disk_bytes: Bytes = Field(
+        default="10GiB", description='most that the folder takes: bytes, or a size such as "2GiB"'
+    )
+    host_bytes: Bytes | None = Field(
+        default=None, description="most host memory beside a device that has memory of its own"
+    )
+    write: Literal["auto", "back", "through", "off"] = Field(
+        default="auto",
+        description="back: a prefix is saved when the device lets go of it, or at the job's end; through: when it is "
+        "computed; off: never, but it is looked for; auto: back if there is a tier to save to",
+    )
+    async_backup: bool = Field(default=True, description="save in the background")
+    prefetch: bool = Field(default=False, description="read ahead for the requests that wait")
+    restore_wait_ms: Annotated[int, Field(ge=0, le=3_600_000)] = Field(
+        default=200, description="how long a request waits for what is being read ahead before it is computed"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any tier."""
+        return self.disk_path is not None or self.host_bytes is not None
+
+    @model_validator(mode="after")
+    def _has_a_tier(self) -> Self:
+        wants = "prefetch: true" if self.prefetch else f"write: {self.write}"
+        if not self.is_on and (self.prefetch or self.write in ("back", "through")):
+            raise ValueError(f"{wants} needs disk_path or host_bytes; without them there is no tier")
+        return self
+
+
 class EngineSpec(_Part):
     """How the answers are computed."""
 
@@ -345,14 +388,12 @@ class EngineSpec(_Part):
     threads: Auto[Annotated[int, Field(ge=1, le=1024)]] = Field(
         default="auto", description="CPU threads; auto: one per core"
     )
+    cache: CacheSpec = Field(default=CacheSpec(), description="tiers of the KV cache below the device")
 
     @property
     def kv_memory_bytes(self) -> int | None:
         """`kv_memory` in bytes, None for auto."""
-        if isinstance(self.kv_memory, int):
-            return self.kv_memory
-        match = re.match(_SIZE, self.kv_memory)
-        return max(1, int(float(match[1]) * _UNITS[match[2]])) if match else None
+        return None if self.kv_memory == "auto" else size_bytes(self.kv_memory)
 
 
 # What decides a result, or the columns it is written with, as far as it is the spec's. A job's identity names the files
@@ -379,7 +420,9 @@ class JobSpec(_Part):
 
     def resolve_paths(self, folder: Path, cwd: Path) -> "JobSpec":
         """The same job with absolute paths: what is read starts at `folder`, what is written at `cwd`."""
-        source = self.model.source
+        source, cache = self.model.source, self.engine.cache
+        if cache.disk_path is not None:
+            cache = cache.model_copy(update={"disk_path": _absolute(cache.disk_path, cwd)})
         if not re.match(r"[a-z]{2,}:", source):
             source = _absolute(source, folder)
         return self.model_copy(
@@ -387,6 +430,7 @@ class JobSpec(_Part):
                 "model": self.model.model_copy(update={"source": source}),
                 "input": self.input.model_copy(update={"path": _absolute(self.input.path, folder)}),
                 "output": self.output.model_copy(update={"path": _absolute(self.output.path, cwd)}),
+                "engine": self.engine.model_copy(update={"cache": cache}),
             }
         )
 
@@ -405,6 +449,15 @@ class JobSpec(_Part):
             self.result_values(), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
         )
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def size_bytes(size: int | str) -> int:
+    """Bytes of what `Bytes` admits."""
+    if isinstance(size, int):
+        return size
+    match = re.match(_SIZE, size)
+    assert match is not None
+    return max(1, int(float(match[1]) * _UNITS[match[2]]))
 
 
 def _absolute(path: str, folder: Path) -> str:

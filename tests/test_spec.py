@@ -59,6 +59,15 @@ def test_defaults(load):
         "schedule": "planned",
         "prefix_sharing": True,
         "threads": "auto",
+        "cache": {
+            "disk_path": None,
+            "disk_bytes": "10GiB",
+            "host_bytes": None,
+            "write": "auto",
+            "async_backup": True,
+            "prefetch": False,
+            "restore_wait_ms": 200,
+        },
     }
 
 
@@ -118,6 +127,29 @@ def test_sampling_fields_and_defaults_are_those_of_the_engine():
         ("engine: {prefix_sharing: yes}", 'engine.prefix_sharing: "yes" is not allowed: must be true or false'),
         ("engine: {max_num_seqs: 0}", "engine.max_num_seqs: 0 is not allowed: must be >= 1"),
         ("engine: {max_batch_tokens: 0}", "engine.max_batch_tokens: 0 is not allowed: must be >= 1"),
+        (
+            "engine: {cache: {disk_bytes: auto}}",
+            'engine.cache.disk_bytes: "auto" is not allowed: must be a whole number >= 1 or a size such as "2GiB"',
+        ),
+        ("engine: {cache: {disk_bytes: 0}}", "engine.cache.disk_bytes: 0 is not allowed: must be >= 1"),
+        ("engine: {cache: {host_bytes: 1 gig}}", 'engine.cache.host_bytes: "1 gig" is not allowed: must be a whole'),
+        ("engine: {cache: {disk_path: ''}}", 'engine.cache.disk_path: "" is not allowed: must be a path or null'),
+        (
+            "engine: {cache: {write: around}}",
+            'engine.cache.write: "around" is not allowed: must be one of auto, back, through, off',
+        ),
+        (
+            "engine: {cache: {restore_wait_ms: -1}}",
+            "engine.cache.restore_wait_ms: -1 is not allowed: must be >= 0 and <= 3,600,000",
+        ),
+        ("engine: {cache: {prefetch: 1}}", "engine.cache.prefetch: 1 is not allowed: must be true or false"),
+        (
+            "engine: {cache: {write: back}}",
+            "engine.cache: write: back needs disk_path or host_bytes; without them there is no tier",
+        ),
+        ("engine: {cache: {write: through}}", "engine.cache: write: through needs disk_path or host_bytes"),
+        ("engine: {cache: {prefetch: true}}", "engine.cache: prefetch: true needs disk_path or host_bytes"),
+        ("engine: {cache: /tmp/x}", 'engine.cache: "/tmp/x" is not allowed: must be a section of keys (disk_path, '),
         ("name: a/b", 'name: "a/b" is not allowed: must be text without slashes'),
         ("name: ..", 'name: ".." is not allowed: must be text without slashes'),
         ('name: "\\ud800"', 'name: "\\ud800" is not allowed: must be text that UTF-8 can hold'),
@@ -165,6 +197,7 @@ def test_a_whole_number_will_do_for_a_number(load):
         ("max_tokens: 1", "unknown key 'max_tokens'; did you mean 'sampling.max_tokens'?"),
         ("zzz: 1", "unknown key 'zzz'; the keys here are name, model, input, sampling, output, engine"),
         ("enginee: {}", "unknown key 'enginee'; did you mean 'engine'?"),
+        ("engine: {cache: {disk: x}}", "unknown key 'engine.cache.disk'; did you mean 'disk_path'?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_one(refusal, text, problem):
@@ -279,8 +312,21 @@ def test_paths_start_where_they_should(load, tmp_path, monkeypatch):
     assert job.input.path == str(tmp_path / "d.parquet")
     assert job.model.source == str(tmp_path / "m.gguf")
     assert job.output.path == str(tmp_path / "cwd" / "runs" / "mine")
+    assert job.engine.cache.disk_path is None
+    for disk, path in {"kv": tmp_path / "cwd" / "kv", "/kv": Path("/kv"), "~/kv": Path.home() / "kv"}.items():
+        assert load("", f"engine.cache.disk_path={disk}").engine.cache.disk_path == str(path)
     assert load("", "output.path=/x", "input.path=/y", "model.source=hf:a/b").model.source == "hf:a/b"
     assert load("", "model.source=pypi:a==1/b.gguf").model.source == "pypi:a==1/b.gguf"
+
+
+@pytest.mark.parametrize(
+    "cache",
+    ["{disk_path: kv}", "{host_bytes: 1GiB}", "{write: off}", "{disk_path: kv, write: through, prefetch: true}"],
+)
+def test_caches_that_are_accepted_read_back_equal(load, tmp_path, cache):
+    job = load("", f"engine.cache={cache}")
+    (tmp_path / "again.yaml").write_text(job.to_yaml())
+    assert load_spec(tmp_path / "again.yaml") == job
 
 
 def test_the_spec_is_frozen(load):
@@ -314,6 +360,8 @@ def test_a_hash_is_accepted_in_either_case(load):
         "engine.prefix_sharing=false",
         "engine.page_size=64",
         "sampling.temperature=0",
+        "engine.cache.disk_path=cache",
+        "engine.cache={host_bytes: 1GiB, write: through, prefetch: true}",
         "input.id=x",
         "model.sha256=" + "a" * 64,
         # These belong to a job's identity as what the processor takes for them.
@@ -376,6 +424,8 @@ def test_the_resolved_spec_shows_every_key(load):
     names = [name for part in parts for name in schema["$defs"][part]["properties"]]
     assert len(names) > 35
     assert [name for name in names if not re.search(rf"^  {name}:", text, re.MULTILINE)] == []
+    cache = schema["$defs"]["CacheSpec"]["properties"]
+    assert [name for name in cache if not re.search(rf"^    {name}:", text, re.MULTILINE)] == []
 
 
 PER_ROW = "sampling: {max_tokens: '{{ m }}', stop: '{{ s }}', n: '{{ n }}', temperature: '{{ t }}', min_tokens: 2}"

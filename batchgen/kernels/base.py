@@ -188,6 +188,8 @@ class Backend(Protocol):
 
     `vector`, `table`, `linear` and `gated_pair` pack weights; linears are given as matrices (outputs, inputs) that are
     laid side by side, as `Codes` only where `wants_codes`. `build` receives a function that calls `Ops`.
+    `host_memory`: whether pages lie in the memory that the process itself uses. `kv_layout` names the order of a page's
+    bytes.
     """
 
     name: str
@@ -195,6 +197,8 @@ class Backend(Protocol):
     weights_dtype: str
     kv_dtype: str
     wants_codes: bool
+    host_memory: bool
+    kv_layout: str
 
     def vector(self, values: NDArray[np.float32]) -> Any: ...
     def table(self, rows: NDArray[np.float32]) -> Any: ...
@@ -213,4 +217,12 @@ class Backend(Protocol):
         ...
 
     def run(self, batch: StepBatch) -> StepResult: ...
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        """A copy of a page's keys and values, (page_bytes,), between two steps."""
+        ...
+
+    def write_page(self, page: int, data: NDArray[np.uint8]) -> None:
+        """Put what `read_page` gave, of any page, into this one; ValueError for another size."""
+        ...
+
     def close(self) -> None: ...

@@ -200,6 +200,8 @@ class ReferenceBackend:
     name = "cpu"
     kernel = "reference"
     wants_codes = False
+    host_memory = True
+    kv_layout = "slots"
 
     def __init__(self, weights_dtype: str = "fp32", kv_dtype: str = "fp32"):
         for dtype, known in ((weights_dtype, WEIGHT_TYPES), (kv_dtype, KV_TYPES)):
@@ -228,9 +230,8 @@ class ReferenceBackend:
     ) -> None:
         self._forward, self._shape, self._page_size, self._rope = forward, shape, limits.page_size, rope
         slots = limits.num_pages * limits.page_size
-        self._keys, self._values = np.zeros(
-            (2, shape.num_layers, slots, shape.num_kv_heads, shape.head_dim), np.float32
-        )
+        self._kv = np.zeros((2, shape.num_layers, slots, shape.num_kv_heads, shape.head_dim), np.float32)
+        self._keys, self._values = self._kv
 
     def warm_up(self) -> None:
         """Nothing is compiled."""
@@ -242,6 +243,16 @@ class ReferenceBackend:
         )
         self._forward(ops)
         return StepResult(ops.tokens, ops.logprobs, ops.logits)
+
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        return self._kv[:, :, self._slots(page)].flatten().view(np.uint8)
+
+    def write_page(self, page: int, data: NDArray[np.uint8]) -> None:
+        place = self._kv[:, :, self._slots(page)]
+        place[:] = np.ascontiguousarray(data).view(np.float32).reshape(place.shape)
+
+    def _slots(self, page: int) -> slice:
+        return slice(page * self._page_size, (page + 1) * self._page_size)
 
     def close(self) -> None:
         """Nothing is held but memory."""

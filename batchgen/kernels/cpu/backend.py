@@ -177,6 +177,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    host_memory = True
 
     def __init__(self, kernel: str, weights_dtype: str, kv_dtype: str, threads: int):
         if kernel not in available_kernels():
@@ -192,6 +193,7 @@ class CpuBackend:
         self.wants_codes = True  # for weights in full, too: expanding them here is faster
         self._act_dtype = np.float32 if kernel == "portable" else np.uint16
         self._kv_amx = kernel == "amx_bf16" and kv_dtype != "fp32"
+        self.kv_layout = "tiles" if self._kv_amx else "vectors"
         self._threads = threads
         self._crew: Crew | None = None
         self._kept: list[NDArray[Any]] = []
@@ -331,7 +333,8 @@ class CpuBackend:
         }
         for name, value in values.items():
             self._models[name] = value
-        self._keep("kv", limits.num_pages * self.page_bytes(shape, limits.page_size) // 4, np.float32)
+        kv = self._keep("kv", limits.num_pages * self.page_bytes(shape, limits.page_size) // 4, np.float32)
+        self._pages = kv.view(np.uint8).reshape(shape.num_layers, limits.num_pages, -1)  # see kv_cache.block_address
         self._keep("q", (shape.num_heads * self._tokens + 16) * dim, np.uint16 if self._kv_amx else np.float32)
         self._models["state_items"] = items = self._rows * group // 16 + self._rows
         self._keep("state", shape.num_kv_heads * items * 16 * (dim + 2), np.float32)
@@ -418,6 +421,13 @@ class CpuBackend:
             logprobs,
             self._logits[:, : shape.vocab_size],
         )
+
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        return self._pages[:, page].flatten()
+
+    def write_page(self, page: int, data: NDArray[np.uint8]) -> None:
+        place = self._pages[:, page]
+        place[:] = data.reshape(place.shape)
 
     def close(self) -> None:
         if self._crew is not None:
