@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from batchgen import __version__
 from batchgen.calibration import Machine, learn, measured_run, read_calibration, this_machine
+from batchgen.engine.cache_tiers import CacheTiers
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefixes
 from batchgen.engine.prompt_table import Store
@@ -44,6 +45,7 @@ from batchgen.loading import (
     thread_count,
 )
 from batchgen.planned import Planned, planned
+from batchgen.prefix_cache import open_tiers
 from batchgen.progress import Progress, ProgressListener
 from batchgen.prompts import JobPrompts, OnRows, PromptReader
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
@@ -111,10 +113,13 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
             machine = this_machine(sha256, numerics, thread_count(spec.engine))
             figures = planned(job, read_calibration(machine))
             plan_seconds = time.perf_counter() - planning
+            tiers = _open_tiers(job, sha256, progress)
             loaded = load_model(model, job.backend, _step_limits(job), progress.message)
             try:
-                summary = _Run(job, figures, loaded, table, checkpoint, progress, started, plan_seconds).run(stop)
+                summary = _Run(job, figures, loaded, tiers, table, checkpoint, progress, started, plan_seconds).run(stop)
             finally:
+                if tiers is not None:
+                    tiers.close()
                 job.backend.close()
     if not summary.interrupted and summary.totals["generated_tokens"]:
         _learn(machine, spec, summary, progress)
@@ -209,11 +214,23 @@ def _identity(spec: JobSpec, table: InputTable, sha256: str, numerics: Numerics)
         "input": table.fingerprint(),
         "model": sha256,
         "batchgen": __version__,
+        **_bits(numerics),
+    }
+
+
+def _bits(numerics: Numerics) -> dict[str, str | bool]:
+    """What of the numerics decides the bits of a result."""
+    return {
         "kernel": numerics.kernel,
         "fused_multiply_add": has_fma(),
         "weights": "bf16 or native" if numerics.weights in ("bf16", "native") else numerics.weights,  # the same bits
         "kv_dtype": numerics.kv_dtype,
     }
+
+
+def _open_tiers(job: PreparedJob, sha256: str, progress: ProgressListener) -> CacheTiers | None:
+    bits, page_size = {"model": sha256, **_bits(job.numerics)}, job.spec.engine.page_size
+    return open_tiers(job.spec.engine.cache, job.backend, bits, page_size, job.page_bytes, progress.message)
 
 
 def _step_limits(job: PreparedJob) -> StepLimits:
@@ -235,6 +252,7 @@ class _Run:
         job: PreparedJob,
         figures: Planned,
         loaded: LoadedModel,
+        tiers: CacheTiers | None,
         table: InputTable,
         checkpoint: Checkpoint,
         progress: ProgressListener,
@@ -243,7 +261,7 @@ class _Run:
     ):
         self._figures, self._plan_seconds = figures, plan_seconds
         self._job, self._loaded, self._table, self._checkpoint = job, loaded, table, checkpoint
-        self._progress, self._started = progress, started
+        self._progress, self._started, self._tiers = progress, started, tiers
         engine, shape = job.spec.engine, job.model.config.shape
         self._engine = Engine(
             job.backend,
@@ -258,6 +276,7 @@ class _Run:
                 prefix_sharing=engine.prefix_sharing,
                 prefill_first=engine.schedule == "prefill_first",
             ),
+            tiers=tiers,
         )
         output = job.spec.output
         self._generating = time.monotonic_ns()
@@ -281,6 +300,8 @@ class _Run:
         self._writer.flush()
         generated = time.monotonic_ns()
         self._show(generated)
+        if self._tiers is not None:
+            self._tiers.close()
         if not interrupted:
             self._deliver(generated)
         totals = self._totals(generated)
@@ -422,11 +443,19 @@ class _Run:
             "cpu": _cpu(),
             "plan": asdict(self._figures),
             "preemptions": self._engine.scheduler.preemptions,
+            "cache": self._tiers.counts if self._tiers is not None else None,
             "totals": self._totals(generated),
         }
 
 
-TOTAL_COUNTS = ("rows", "failed_rows", "prompt_tokens", "computed_prompt_tokens", "generated_tokens")
+TOTAL_COUNTS = (
+    "rows",
+    "failed_rows",
+    "prompt_tokens",
+    "computed_prompt_tokens",
+    "restored_prompt_tokens",
+    "generated_tokens",
+)
 
 
 def has_fma() -> bool:

@@ -11,7 +11,7 @@ import pytest
 import batchgen
 
 ROOT = Path(batchgen.__file__).parent
-PLANNING = ("scheduler", "planner", "prompt_table", "prefix_tree", "block_manager")
+PLANNING = ("scheduler", "planner", "prompt_table", "prefix_tree", "block_manager", "cache_tiers")
 NO_NUMBA = tuple(f"batchgen.engine.{name}" for name in PLANNING)
 LEAVES = ("batchgen.report", "batchgen.compare", "batchgen.compare_view")
 BELOW_ENGINE = ("batchgen.text", "batchgen.io", "batchgen.models", "batchgen.spec")

@@ -1,6 +1,6 @@
 """Pages of the KV cache: who holds which, and which are free."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from batchgen.errors import BatchgenError
 
@@ -9,10 +9,11 @@ class BlockManager:
     """Reference-counted pages, numbered from 0.
 
     A page is allocated with one reference; `hold` adds one, `release` takes one, and a page without any is free.
+    `on_free` is told of it while its content is still there.
     """
 
-    def __init__(self, num_pages: int):
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, on_free: Callable[[int], None] | None = None):
+        self.num_pages, self._on_free = num_pages, on_free
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
 
@@ -38,6 +39,8 @@ class BlockManager:
         for page in pages:
             self._references[page] -= 1
             if self._references[page] == 0:
+                if self._on_free is not None:
+                    self._on_free(page)
                 self._free.append(page)
 
     def is_shared(self, page: int) -> bool:

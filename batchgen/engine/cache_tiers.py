@@ -297,11 +297,10 @@ class CacheTiers:
 
     def restorable(self, prompt: NDArray[np.int32], first_page: int, most_pages: int) -> list[Payload]:
         """What belongs in pages `first_page` and up of a request that is admitted, as far as it is known."""
-        end = first_page + max(0, most_pages)
-        pages = self._reader.load(self._chain.keys(prompt, first_page, end))
+        pages = self._reader.load(self._chain.keys(prompt, first_page, first_page + most_pages))
         self._reader.forget(self._chain.keys(prompt, 0, self._chain.full_pages(prompt)))
         self._restored += len(pages)
-        self._missed += max(0, most_pages) - len(pages)
+        self._missed += most_pages - len(pages)
         return pages
 
     def hold(self, prompt: NDArray[np.int32], first_page: int, device_pages: Sequence[int]) -> None:

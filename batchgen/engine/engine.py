@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from batchgen.engine.batch import build_batch
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.cache_tiers import CacheTiers
 from batchgen.engine.planner import Admission
 from batchgen.engine.sampler import Sampler, random_key
-from batchgen.engine.scheduler import Scheduler, Sequence
+from batchgen.engine.scheduler import Scheduler, Sequence, StepPlan
 from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, StepRecord
 from batchgen.errors import RowErrorCode
 from batchgen.kernels.base import Backend
@@ -58,7 +59,8 @@ class StopWatcher:
 class Engine:
     """`submit` requests in the order of their plan, `step` while `has_work`; a step returns the answers it finished.
 
-    Bad requests come back as answers with `finish_reason="error"`. Times are nanoseconds of `clock`.
+    Bad requests come back as answers with `finish_reason="error"`. Times are nanoseconds of `clock`. `tiers` keep
+    prefixes below the device; they are the caller's to close.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Engine:
         detokenizer: Detokenizer,
         limits: EngineLimits,
         *,
+        tiers: CacheTiers | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
         self._backend, self._detokenizer, self._limits, self._clock = backend, detokenizer, limits, clock
+        self._tiers = tiers
         self.admission = Admission(limits.context_length, limits.vocab_size, limits.num_pages * limits.page_size)
-        self.blocks = BlockManager(limits.num_pages)
+        self.blocks = BlockManager(limits.num_pages, tiers.let_go if tiers else None)
         self.scheduler = Scheduler(
             self.blocks,
             page_size=limits.page_size,
@@ -79,6 +83,7 @@ class Engine:
             max_num_seqs=limits.max_num_seqs,
             prefix_sharing=limits.prefix_sharing,
             prefill_first=limits.prefill_first,
+            tiers=tiers,
         )
         self._sampler = Sampler(detokenizer.eos_token_ids)
         self._step = 0
@@ -104,6 +109,8 @@ class Engine:
             tokens = np.zeros(len(prompt) + samples[0].room, np.int32)
             tokens[: len(prompt)] = prompt
             self.scheduler.add(Sequence(replace(request, samples=tuple(samples)), tokens, len(prompt), now))
+            if self._tiers:
+                self._tiers.expect(prompt)
 
     def step(self) -> tuple[list[RequestOutput], StepRecord | None]:
         """Run one step; returns finished answers and what the step did (None when there was nothing to run)."""
@@ -112,11 +119,13 @@ class Engine:
             return outputs, None
         start = self._clock()
         plan = self.scheduler.schedule(start)
+        self._restore(plan)
         sampling = self._sampler.prepare(plan)
         batch = build_batch(plan, sampling, self._limits.page_size, self._limits.prefix_sharing)
         scheduled = self._clock()
         result = self._backend.run(batch)
         computed = self._clock()
+        self._offer(plan)
         pages = self.blocks.num_used
         prefill = sum(s.num_prompt_tokens for s in plan.scheduled)
         prefill_context, decode_context = map(sum, zip(*(s.context for s in plan.scheduled), strict=True))
@@ -139,6 +148,25 @@ class Engine:
         )
         self._step += 1
         return outputs, record
+
+    def _restore(self, plan: StepPlan) -> None:
+        """Put into pages what the tiers below had of them."""
+        for part in plan.restored:
+            assert self._tiers is not None
+            for page, data in zip(part.pages, part.content, strict=True):
+                self._backend.write_page(page, data)
+            self._tiers.hold(part.sequence.request.prompt_token_ids, part.first, part.pages)
+
+    def _offer(self, plan: StepPlan) -> None:
+        """Tell the tiers below of the pages that the step has filled with what several requests share."""
+        if self._tiers is None:
+            return
+        size = self._limits.page_size
+        for part in plan.scheduled:
+            request = part.sequence.request
+            first, end = part.start // size, min(part.start + part.count, request.shared_tokens) // size
+            if first < end:
+                self._tiers.computed(request.prompt_token_ids, first, part.sequence.block_table[first:end])
 
     def _answer_at_once(self, request: Request, sample: Sample, failure: RowFailure | None, now: int) -> None:
         reason: FinishReason = "error" if failure else "length"
@@ -219,6 +247,7 @@ class Engine:
                 stop_reason=stop,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens if target == first else sequence.num_prompt_tokens,
+                num_restored_tokens=sequence.num_restored_tokens if target == first else 0,
                 token_ids=ids,
                 logprobs=np.array(sequence.logprobs, np.float32),
                 token_steps=steps,

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ class Sequence:
     sample: Sample | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_restored_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     scheduled_ns: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -105,10 +106,30 @@ class ScheduledSequence:
 
 
 @dataclass(slots=True, eq=False)
+class RestoredPages:
+    """What goes into pages of a sequence, from number `first` of its block table on, before the step."""
+
+    sequence: Sequence
+    first: int
+    content: list[NDArray[np.uint8]]
+
+    @property
+    def pages(self) -> list[int]:
+        return self.sequence.block_table[self.first : self.first + len(self.content)]
+
+
+class LowerTiers(Protocol):
+    """What the scheduler asks of the tiers below the device, see `cache_tiers.CacheTiers`."""
+
+    def restorable(self, prompt: NDArray[np.int32], first_page: int, most_pages: int) -> list[NDArray[np.uint8]]: ...
+
+
+@dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step: the sequences in order, pages that are new, slots to copy as (source, destination)."""
+    """One step: the sequences in order, pages that are new or restored, slots to copy as (source, destination)."""
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    restored: list[RestoredPages] = field(default_factory=list)
     new_pages: list[int] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # destination slot -> source slot
     num_tokens: int = 0
@@ -184,8 +205,10 @@ class Scheduler:
         max_num_seqs: int,
         prefix_sharing: bool,
         prefill_first: bool = False,
+        tiers: LowerTiers | None = None,
     ):
         self.blocks = blocks
+        self._tiers = tiers
         self._page_size = page_size
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
         self._sharing, self._prefill_first = prefix_sharing, prefill_first
@@ -233,6 +256,8 @@ class Scheduler:
             self._go_on(plan, list(self._running))
             if self.preemptions == preemptions:  # who was set back must not return in the same step
                 self._admit(plan, now_ns)
+        if not plan.scheduled:  # unless nobody is left: then all that is held makes way for one of them
+            self._admit(plan, now_ns)
         return plan
 
     def _go_on(self, plan: StepPlan, sequences: list[Sequence]) -> None:
@@ -333,10 +358,29 @@ class Scheduler:
             self._waiting.popleft()
             seats, spare = seats - sequence.seats, spare - self._outstanding(sequence)
             self._running.append(sequence)
+            self._restore(plan, sequence)
             self._count_shared(sequence, now_ns)
             spare += self._replace_frontier(sequence)
             count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
             self._place(plan, sequence, count)
+
+    def _restore(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Fill full pages of its prompt, beyond those that it shares, with what a tier below the device has of them.
+
+        A page that it shares in part is replaced, which would else be copied: they are pages that it has reserved.
+        """
+        if self._tiers is None:
+            return
+        first = sequence.num_computed_tokens // self._page_size
+        end = min(sequence.num_prompt_tokens, sequence.num_tokens - 1) // self._page_size
+        content = self._tiers.restorable(sequence.request.prompt_token_ids, first, end - first)
+        if content:
+            self.blocks.release(sequence.block_table[first:])
+            sequence.block_table[first:] = [self.blocks.allocate() for _ in content]
+            plan.restored.append(RestoredPages(sequence, first, content))
+            restored = (first + len(content)) * self._page_size - sequence.num_computed_tokens
+            sequence.num_restored_tokens += 0 if sequence.scheduled_ns else restored
+            sequence.num_computed_tokens += restored
 
     def _count_shared(self, sequence: Sequence, now_ns: int) -> None:
         shared = sequence.num_computed_tokens

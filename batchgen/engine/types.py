@@ -90,7 +90,8 @@ class RequestOutput:
 
     `token_ids` (int32) holds the generated tokens, the end token included when one was generated; `logprobs`
     (float32), `token_steps` (int32, engine step) and `token_times` (int64) run parallel to it. `text` has no end
-    token and is cut before a stop string. `num_cached_tokens` counts prompt tokens whose KV came from another row.
+    token and is cut before a stop string. `num_cached_tokens` counts prompt tokens whose KV came from another row or
+    from a tier below the device; `num_restored_tokens` are the latter.
     """
 
     row_index: int
@@ -100,6 +101,7 @@ class RequestOutput:
     stop_reason: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_restored_tokens: int = 0
     token_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     token_steps: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))

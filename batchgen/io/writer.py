@@ -162,6 +162,7 @@ def _totals(outputs: Sequence[RequestOutput], steps: Sequence[StepRecord]) -> di
         "results": len(outputs),
         "prompt_tokens": sum(output.num_prompt_tokens for output in first),
         "generated_tokens": sum(len(output.token_ids) for output in outputs),
+        "restored_prompt_tokens": sum(output.num_restored_tokens for output in outputs),
         "computed_prompt_tokens": sum(record.num_prefill_tokens for record in steps),
         "steps": len(steps),
         "step_ns": sum(record.duration_ns for record in steps),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from batchgen.engine.cache_tiers import CacheTiers, KeyChain, Store, Stores, TierPolicy, prefix_root
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.planner import plan_prefixes
 from batchgen.engine.prompt_table import PromptTable
@@ -109,6 +110,20 @@ class MockBackend:
         self._copy(batch)
         contexts = [self._read(batch, s) for s in range(len(batch.seq_lens))]
         return self._draw_all(batch, contexts)
+
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        """Tokens, positions and prefixes of its slots, one after the other."""
+        assert self._ready[page]
+        own = slice(page * self.page_size, (page + 1) * self.page_size)
+        assert (self._tokens[own] != POISON).all(), f"page {page} is saved before it is full"
+        return np.concatenate([a[own].view(np.uint8) for a in (self._tokens, self._positions, self._prefixes)])
+
+    def write_page(self, page: int, data: NDArray[np.uint8]) -> None:
+        own, size = slice(page * self.page_size, (page + 1) * self.page_size), 4 * self.page_size
+        parts = np.split(data, [size, 2 * size])
+        for array, part in zip((self._tokens, self._positions, self._prefixes), parts, strict=True):
+            array[own] = part.view(array.dtype)
+        self._ready[page] = True
 
     def _check_arrays(self, batch: StepBatch) -> None:
         counts = np.diff(batch.cu_seqlens_q)
@@ -225,7 +240,7 @@ def hope_for_the_best(scheduler: Scheduler) -> None:
 class Rig:
     """An engine on a `MockBackend`; after every step all pages are accounted for, and free ones are poisoned.
 
-    `rash`: whoever does not fit is admitted as if it were to answer with one token.
+    `rash`: whoever does not fit is admitted as if it were to answer with one token. `store`: a tier below the device.
     """
 
     model: Model
@@ -239,6 +254,8 @@ class Rig:
     prefix_sharing: bool = True
     prefill_first: bool = False
     rash: bool = False
+    store: Store | None = None
+    policy: TierPolicy = field(default_factory=lambda: TierPolicy(async_backup=False))
     outputs: dict[tuple[int, int], RequestOutput] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
 
@@ -256,9 +273,23 @@ class Rig:
         )
         ticks = itertools.count(10)
         detokenizer = self.detokenizer or letters(self.vocab_size)
-        self.engine = Engine(self.backend, detokenizer, limits, clock=lambda: next(ticks) ** 2)  # type: ignore[arg-type]
+        self.tiers = self._open_tiers()
+        self.engine = Engine(
+            self.backend,
+            detokenizer,
+            limits,
+            tiers=self.tiers,
+            clock=lambda: next(ticks) ** 2,  # type: ignore[arg-type]
+        )
         if self.rash:
             hope_for_the_best(self.engine.scheduler)
+
+    def _open_tiers(self) -> CacheTiers | None:
+        if self.store is None:
+            return None
+        chain = KeyChain(prefix_root({"page_size": self.page_size}), self.page_size)
+        size, backend = 16 * self.page_size, self.backend
+        return CacheTiers(Stores([self.store]), chain, size, backend.read_page, self.policy, lambda text: None)
 
     @property
     def prefill_tokens(self) -> int:

@@ -44,3 +44,14 @@ def test_a_page_released_twice_is_found() -> None:
     blocks.release([page])
     with pytest.raises(BatchgenError):
         blocks.check_integrity([])
+
+
+def test_whoever_wants_to_know_is_told_of_a_page_before_it_is_free():
+    told = []
+    blocks = BlockManager(2, lambda page: told.append((page, blocks.num_free)))
+    page = blocks.allocate()
+    blocks.hold([page])
+    blocks.release([page])
+    assert told == []
+    blocks.release([page])
+    assert told == [(page, 1)]

@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchgen.engine.cache_tiers import HostMemory, TierPolicy
 from batchgen.engine.planner import plan_prefixes
 from batchgen.engine.prompt_table import PromptTable
 from batchgen.engine.requests import RowWish, make_requests
@@ -181,7 +183,7 @@ def content(output: RequestOutput) -> tuple[object, ...]:
     )
 
 
-def rig_for(job: Job, detokenizer: ByteDetokenizer = DETOKENIZER) -> Rig:
+def rig_for(job: Job, detokenizer: ByteDetokenizer = DETOKENIZER, **tiers: Any) -> Rig:
     return Rig(
         MODEL,
         detokenizer,
@@ -194,6 +196,7 @@ def rig_for(job: Job, detokenizer: ByteDetokenizer = DETOKENIZER) -> Rig:
         job.sharing,
         job.policy == "prefill_first",
         job.rash,
+        **tiers,
     )
 
 
@@ -207,9 +210,11 @@ def job_requests(job: Job, table: PromptTable | None = None) -> Iterator[Request
     return make_requests(table, plan, order, wishes.__getitem__, sharing=job.sharing)
 
 
-def run_job(job: Job) -> Rig:
-    rig = rig_for(job)
+def run_job(job: Job, **tiers: Any) -> Rig:
+    rig = rig_for(job, **tiers)
     rig.run(job_requests(job), job.most_steps)
+    if rig.tiers is not None:
+        rig.tiers.close()
     return rig
 
 
@@ -324,3 +329,70 @@ def test_hope_for_short_answers_costs_little_and_saves_time() -> None:
     assert least < computed <= (1 + RISK) * least
     assert careful.engine.scheduler.preemptions == 0
     assert len(hopeful.records) < len(careful.records)
+
+
+POLICIES = st.builds(
+    TierPolicy,
+    write=st.sampled_from(["back", "through", "off"]),
+    prefetch=st.booleans(),
+    async_backup=st.just(False),
+    restore_wait_s=st.just(10.0),
+)
+
+
+@settings(REPEATABLE, max_examples=50)
+@given(st.one_of(jobs(), tight_jobs()), POLICIES, st.integers(1, 40))
+def test_tiers_below_the_device_change_no_answer(job: Job, policy: TierPolicy, pages: int) -> None:
+    """Also when they forget most of what they are given; the mock looks at everything that is restored."""
+    store = HostMemory(pages * 16 * job.page_size)
+    for _ in range(2):
+        check_answers(job, run_job(job, store=store, policy=policy))
+
+
+def restorable_tokens(job: Job) -> set[tuple[int, ...]]:
+    """Prefixes of whole pages that a run of the job leaves in its tiers: those that several prompts have."""
+    runs = set(job.runs)
+    requests = (r for r in job_requests(job) if tuple(r.prompt_token_ids.tolist()) in runs)
+    size = job.page_size
+    return {
+        tuple(r.prompt_token_ids[: pages * size].tolist())
+        for r in requests
+        for pages in range(1, r.shared_tokens // size + 1)
+    }
+
+
+def least_after_restoring(job: Job, kept: set[tuple[int, ...]]) -> int:
+    """Prompt tokens that are neither shared with the prompt before nor restored; the last one is always computed."""
+    total, before = 0, ()
+    for prompt in sorted(set(job.runs)):
+        shared = next((i for i, (a, b) in enumerate(zip(prompt, before, strict=False)) if a != b), len(before))
+        ends = range(0, len(prompt), job.page_size)
+        restored = max(end for end in ends if all(prompt[:e] in kept for e in ends if 0 < e <= end))
+        total, before = total + len(prompt) - max(shared, restored), prompt
+    return total
+
+
+@settings(REPEATABLE, max_examples=60)
+@given(jobs(), POLICIES)
+def test_a_second_job_computes_no_shared_page_again(job: Job, policy: TierPolicy) -> None:
+    job, store = replace(job, spare_pages=AMPLE, sharing=True), HostMemory(1 << 30)
+    first, second = (run_job(job, store=store, policy=policy) for _ in range(2))
+    kept = restorable_tokens(job) if policy.write != "off" else set()
+    assert first.prefill_tokens == trie_size(job.runs)
+    assert second.prefill_tokens == least_after_restoring(job, kept)
+    for rig in (first, second):
+        answered = [output for output in rig.outputs.values() if len(output.token_ids)]
+        assert rig.prefill_tokens == sum(output.num_prompt_tokens - output.num_cached_tokens for output in answered)
+        assert rig.tiers is not None and rig.tiers.counts["damaged_pages"] == 0
+        whole_pages = rig.tiers.counts["restored_pages"] * job.page_size
+        assert sum(output.num_restored_tokens for output in answered) <= whole_pages
+
+
+def test_a_step_is_never_empty_when_all_have_been_set_back() -> None:
+    """Pages that are kept for others make way for one of them, in that very step."""
+    wishes = [RowWish(SamplingParams(max_tokens=5, temperature=0.5, ignore_eos=True), 1, False)] * 3
+    job = Job([(1,)] * 3, wishes, 4, 0, max_batch_tokens=20, max_num_seqs=2, sharing=True, rash=True)
+    for prefill_first in (False, True):
+        rig = run_job(replace(job, prefill_first=prefill_first))
+        assert rig.engine.scheduler.preemptions > 0
+        check_answers(job, rig)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from batchgen.engine.block_manager import BlockManager
+from batchgen.engine.cache_tiers import HostMemory
 from batchgen.engine.requests import RowWish
 from batchgen.engine.scheduler import Scheduler, Sequence, StepPlan, common_prefix
 from batchgen.engine.types import Request, Sample, SamplingParams
@@ -228,6 +229,73 @@ def test_cached_tokens_are_those_that_another_row_computed() -> None:
     outputs = r.run()
     assert r.engine.scheduler.preemptions == 1
     assert [outputs[row, 0].num_cached_tokens for row in range(2)] == [0, 0]
+
+
+# Tiers below the device
+
+
+def with_tiers(**limits: Any) -> Rig:
+    return rig(store=HostMemory(1 << 20), **limits)
+
+
+def test_what_was_let_go_is_restored_when_it_is_wanted_again() -> None:
+    """Sequences set back find the pages that they had in common, though nobody has kept them on the device."""
+    r = with_tiers()
+    r.submit(requests_for([[1] * 64 + [5] * 3, [1] * 64 + [6] * 4], wish(4)))
+    r.step()
+    for running in list(r.engine.scheduler._running)[::-1]:
+        r.engine.scheduler._preempt(running)
+    r.engine.scheduler.drop_frontiers()
+    assert r.engine.blocks.num_used == 0
+    outputs = r.run()
+    assert plans(r)[:2] == [[(0, 67), (64, 4)], [(64, 4), (64, 5)]]
+    assert r.tiers is not None and r.tiers.counts["restored_pages"] == 2
+    assert [outputs[row, 0].num_restored_tokens for row in range(2)] == [0, 0]  # it was computed before
+
+
+def test_a_page_that_is_shared_in_part_is_restored_as_a_whole() -> None:
+    """The first job keeps [1] * 64 and [1] * 40 + [2] * 24; then a row shares 40 tokens with the one before."""
+    first = with_tiers()
+    first.run(
+        requests_for([[1] * 64 + [5], [1] * 64 + [6], [1] * 40 + [2] * 24 + [7], [1] * 40 + [2] * 24 + [8]], wish())
+    )
+    assert first.tiers is not None
+    first.tiers.close()
+    second = rig(store=first.store)
+    outputs = second.run(requests_for([[1] * 64 + [7], [1] * 40 + [2] * 30], wish()))
+    assert plans(second) == [[(64, 1), (64, 6)]]
+    assert second.copies == [[]]
+    assert [outputs[row, 0].num_restored_tokens for row in range(2)] == [64, 24]
+    assert [outputs[row, 0].num_cached_tokens for row in range(2)] == [64, 64]
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    """Its logits are wanted: of a prompt of whole pages the last one is not restored."""
+    first = with_tiers()
+    first.run(requests_for([[1] * 96 + [5], [1] * 96 + [6]], wish()))
+    second = rig(store=first.store)
+    second.run(requests_for([[1] * 96], wish()))
+    assert plans(second) == [[(64, 32)]]
+
+
+def test_only_what_several_rows_share_is_saved() -> None:
+    """Whether they share it on the device or not."""
+    for sharing in (True, False):
+        r = with_tiers(prefix_sharing=sharing)
+        r.run(requests_for([[1] * 90 + [2] * 9, [1] * 90 + [3] * 9, [4] * 99], wish(), sharing=sharing))
+        assert r.tiers is not None
+        r.tiers.close()
+        assert r.tiers.counts["saved_pages"] == 2
+
+
+def test_answers_of_a_restored_prompt_share_it() -> None:
+    first = with_tiers()
+    first.run(requests_for([[1] * 64 + [5], [1] * 64 + [6]], wish()))
+    second = rig(store=first.store)
+    outputs = second.run(requests_for([[1] * 70], wish(3, n=3)))
+    assert plans(second)[0] == [(64, 6)]
+    assert [outputs[0, k].num_restored_tokens for k in range(3)] == [64, 0, 0]
+    assert [outputs[0, k].num_cached_tokens for k in range(3)] == [64, 70, 70]
 
 
 # The scheduler alone
