@@ -116,7 +116,9 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
             tiers = _open_tiers(job, sha256, progress)
             loaded = load_model(model, job.backend, _step_limits(job), progress.message)
             try:
-                summary = _Run(job, figures, loaded, tiers, table, checkpoint, progress, started, plan_seconds).run(stop)
+                summary = _Run(job, figures, loaded, tiers, table, checkpoint, progress, started, plan_seconds).run(
+                    stop
+                )
             finally:
                 if tiers is not None:
                     tiers.close()
