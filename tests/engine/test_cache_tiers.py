@@ -294,6 +294,7 @@ def test_reads_ahead_are_taken_and_not_repeated():
     rig.tiers.hold(LONG, 0, [0, 1, 2, 3])
     assert rig.restore(FORK, first=2) == 2
     rig.tiers.expect(LONG)  # the device has it
+    time.sleep(0.02)
     rig.tiers.close()
     assert len(disk.loads) == 6
 
