@@ -210,6 +210,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prompts before answers": {"schedule": "prefill_first", "max_batch_tokens": 100},
     "from both ends": {"max_num_seqs": 5},
     "interrupted and resumed": {"max_num_seqs": 6},
+    "prefixes saved on disk": {"cache": {"disk_path": "kv", "write": "through"}},
+    "prefixes found on disk": {"cache": {"disk_path": "kv", "prefetch": True}, "kv_memory": "11MiB"},
 }
 
 
@@ -218,6 +220,7 @@ def test_the_same_bits_whatever_the_batch(
     make_spec, run, tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, sampling = small_table(tmp_path), {"max_tokens": 32, "seed": 3, **sampling}
+    monkeypatch.chdir(tmp_path)
 
     def spec(name: str, path: Path = table, **engine: Any) -> Any:
         given = {"path": str(path), "messages": "messages"}
@@ -239,6 +242,7 @@ def test_the_same_bits_whatever_the_batch(
                 assert [run(other, stop=after(steps)).interrupted for steps in (15, 30)] == [True, True]
             run(other)
         assert answers(other) == wanted, title
+        assert (job(other)["totals"]["restored_prompt_tokens"] > 0) == (title == "prefixes found on disk")
         if title == "set back" and "n" in sampling:
             assert job(other)["preemptions"] > 0
     shuffled = tmp_path / "shuffled.parquet"
