@@ -101,7 +101,6 @@ class RequestOutput:
     stop_reason: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_restored_tokens: int = 0
     token_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     token_steps: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -111,6 +110,7 @@ class RequestOutput:
     first_token_ns: int = 0
     finished_ns: int = 0
     error: RowFailure | None = None
+    num_restored_tokens: int = 0
 
     @property
     def cumulative_logprob(self) -> float:
