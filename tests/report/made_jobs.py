@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.io import checkpoint
 from batchgen.io.schemas import RESULTS, STEPS, TIMINGS
 from batchgen.spec import JobSpec
 
@@ -89,7 +90,7 @@ def write_job(
         write_parts(directory / "timings", pa.Table.from_pylist(list(tokens), TIMINGS), 4)
     sections = {"output": {"prefix": prefix}, "input": {"path": "in.parquet", "prompt": "x"}, **sections}
     spec = JobSpec.model_validate({"name": "made", "model": {"source": "m.gguf"}, **sections})
-    values = {"batchgen_job": 1, "state": state, **job_record(spec, answers, steps), **(record or {})}
+    values = {"batchgen_job": checkpoint._JOB_FORMAT, "state": state, **job_record(spec, answers, steps), **(record or {})}
     (directory / "job.json").write_text(json.dumps(values))
     return directory
 
