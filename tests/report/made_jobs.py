@@ -90,7 +90,12 @@ def write_job(
         write_parts(directory / "timings", pa.Table.from_pylist(list(tokens), TIMINGS), 4)
     sections = {"output": {"prefix": prefix}, "input": {"path": "in.parquet", "prompt": "x"}, **sections}
     spec = JobSpec.model_validate({"name": "made", "model": {"source": "m.gguf"}, **sections})
-    values = {"batchgen_job": checkpoint._JOB_FORMAT, "state": state, **job_record(spec, answers, steps), **(record or {})}
+    values = {
+        "batchgen_job": checkpoint._JOB_FORMAT,
+        "state": state,
+        **job_record(spec, answers, steps),
+        **(record or {}),
+    }
     (directory / "job.json").write_text(json.dumps(values))
     return directory
 
