@@ -15,7 +15,7 @@ from batchgen.loading import locate_model, open_model, resolve_numerics, thread_
 from batchgen.planned import Planned, planned
 from batchgen.progress import ProgressListener
 from batchgen.prompts import FailedRow, PromptReader
-from batchgen.runner import PreparedJob, prepare, reading_progress
+from batchgen.runner import PreparedJob, open_device, prepare, reading_progress
 from batchgen.spec import JobSpec
 
 SHOWN_PREFIXES = 12
@@ -79,8 +79,9 @@ def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
     numerics = resolve_numerics(spec.model, spec.engine)
     known = read_calibration(this_machine(sha256, numerics, thread_count(spec.engine)))
     with Scratch(cache_directory()) as scratch:
-        job = prepare(spec, table, model, numerics, scratch, reading_progress(progress, table, started))
-        job.backend.close()
+        device = open_device(spec, model, numerics)
+        job = prepare(spec, table, model, numerics, device, scratch, reading_progress(progress, table, started))
+        device.backend.close()
         prefixes = _prefixes(job)
     figures = planned(job, known)
     return JobPlan(

@@ -102,9 +102,18 @@ def _shared(job: "PreparedJob", runs: NDArray[np.bool_]) -> NDArray[np.int64]:
     if not engine.prefix_sharing:
         return np.zeros(runs.sum(), np.int64)
     if engine.schedule != "fifo":
-        return shared_among(plan, runs)
+        return _shared_in_parts(job, runs) if job.head_rows else shared_among(plan, runs)
     kept = job.order.sums(runs.astype(np.int64)) > 0
     order = RunOrder(job.order.begins[kept], job.order.ends[kept], job.order.lanes[kept])
     shared = plan.lengths.astype(np.int64)
     shared[order.begins] = np.minimum(shared_in_turn(plan, order), shared[order.begins] - 1)
+    return shared[runs]
+
+
+def _shared_in_parts(job: "PreparedJob", runs: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The same where the head is run by itself; the other rows may find one prefix more, that of its last row."""
+    head = job.prompts.table.row_index[job.plan.order] < job.head_rows
+    shared = np.zeros(len(head), np.int64)
+    for part in (runs & head, runs & ~head):
+        shared[part] = shared_among(job.plan, part)
     return shared[runs]

@@ -142,15 +142,22 @@ class PromptReader:
         self._source.check(table)
 
     def read(
-        self, table: InputTable, admission: Admission, store: Store, on_rows: OnRows = lambda rows, tokens: None
+        self,
+        table: InputTable,
+        admission: Admission,
+        store: Store,
+        on_rows: OnRows = lambda rows, tokens: None,
+        rows: tuple[int, int] | None = None,
     ) -> JobPrompts:
-        """All rows of the table, their tokens in `store`; those that `admission` refuses become failures.
+        """The rows of the table (all, or a range of indices), their tokens in `store`.
+
+        Those that `admission` refuses become failures.
 
         While a batch is encoded, on all cores, the next one is read and rendered and the one before is taken in.
         """
         started = time.perf_counter()
         taken = _Taken(admission, PromptTableBuilder(store))
-        batches = table.batches(self.columns, batch_rows=BATCH_ROWS)
+        batches = table.batches(self.columns, rows, BATCH_ROWS)
         with ThreadPoolExecutor(1, "encode") as pool:
             rendered = (self._render(row_index, batch) for row_index, batch in batches)
             for batch in _ahead(pool, self._encode, rendered):

@@ -5,25 +5,28 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchgen import __version__
-from batchgen.calibration import Machine, learn, measured_run, read_calibration, this_machine
+from batchgen.calibration import Calibration, Machine, learn, measured_run, read_calibration, this_machine
 from batchgen.engine.cache_tiers import CacheTiers
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefixes
-from batchgen.engine.prompt_table import Store
+from batchgen.engine.prompt_table import MemoryStore, Store
 from batchgen.engine.requests import make_requests
-from batchgen.engine.run_order import RunOrder, pages_at_once, run_order
+from batchgen.engine.run_order import RunOrder, pages_at_once, plan_order, run_order
 from batchgen.engine.types import Request, RequestOutput
 from batchgen.errors import OutputError
+from batchgen.head_start import Reading, head_rows
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
 from batchgen.io.scratch import Scratch
@@ -44,13 +47,15 @@ from batchgen.loading import (
     resolve_numerics,
     thread_count,
 )
-from batchgen.planned import Planned, planned
+from batchgen.planned import planned
 from batchgen.prefix_cache import open_tiers
 from batchgen.progress import Progress, ProgressListener
 from batchgen.prompts import JobPrompts, OnRows, PromptReader
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
 
 PROGRESS_NS = 200_000_000
+IDLE_SECONDS = 0.2
+"""To wait at a time for rows to be read when there is nothing else to do."""
 DONE_CHUNK = 1024
 """Results looked up in the checkpoint at a time."""
 
@@ -69,6 +74,20 @@ class JobSummary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Device:
+    """What a job runs on: a backend without weights, and the KV pages that there is memory for."""
+
+    backend: Backend
+    most_pages: int
+
+
+def open_device(spec: JobSpec, model: ModelFile, numerics: Numerics) -> Device:
+    backend = make_backend(numerics, thread_count(spec.engine))
+    page_bytes = backend.page_bytes(model.config.shape, spec.engine.page_size)
+    return Device(backend, kv_pages(spec.engine, page_bytes, model.weight_bytes(numerics.weights)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PreparedJob:
     """Everything that is known before weights are loaded."""
 
@@ -83,6 +102,7 @@ class PreparedJob:
     rooms: NDArray[np.int64]
     num_pages: int
     pages_wanted: int
+    head_rows: int = 0  # rows, by index, that are planned apart, see `head_start`
 
     @property
     def page_bytes(self) -> int:
@@ -108,21 +128,25 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
             progress.message(f"resuming: {checkpoint.totals.get('rows', 0):,} rows are done")
         dates.append(checkpoint.started)
         with Scratch(checkpoint.work) as scratch:
-            planning = time.perf_counter()
-            job = prepare(spec, table, model, numerics, scratch, reading_progress(progress, table, started))
+            device = open_device(spec, model, numerics)
             machine = this_machine(sha256, numerics, thread_count(spec.engine))
-            figures = planned(job, read_calibration(machine))
-            plan_seconds = time.perf_counter() - planning
-            tiers = _open_tiers(job, sha256, progress)
-            loaded = load_model(model, job.backend, _step_limits(job), progress.message)
-            try:
-                summary = _Run(job, figures, loaded, tiers, table, checkpoint, progress, started, plan_seconds).run(
-                    stop
-                )
-            finally:
-                if tiers is not None:
-                    tiers.close()
-                job.backend.close()
+            read = partial(prepare, spec, table, model, numerics, device)
+            planning = time.perf_counter()
+            with ExitStack() as stack:
+                stack.callback(device.backend.close)
+                reading = None
+                if head_rows(spec.engine, table):
+                    job = read(MemoryStore(), part="head")
+                    reading = stack.enter_context(Reading(lambda on_rows: read(scratch, on_rows)))
+                else:
+                    job = read(scratch, reading_progress(progress, table, started))
+                plan_seconds = time.perf_counter() - planning
+                if (tiers := _open_tiers(job, sha256, progress)) is not None:
+                    stack.callback(tiers.close)
+                loaded = load_model(model, job.backend, _step_limits(job), progress.message)
+                known = read_calibration(machine)
+                run = _Run(job, reading, known, loaded, tiers, table, checkpoint, progress, started, plan_seconds)
+                summary = run.run(stop)
     if not summary.interrupted and summary.totals["generated_tokens"]:
         _learn(machine, spec, summary, progress)
     return summary
@@ -176,16 +200,17 @@ def prepare(
     table: InputTable,
     model: ModelFile,
     numerics: Numerics,
+    device: Device,
     store: Store,
     on_rows: OnRows = lambda rows, tokens: None,
+    part: Literal["all", "head"] = "all",
 ) -> PreparedJob:
-    """Read, render and encode all rows (their tokens go to `store`), and plan them."""
-    backend = make_backend(numerics, thread_count(spec.engine))
-    shape, engine = model.config.shape, spec.engine
-    page_bytes = backend.page_bytes(shape, engine.page_size)
-    most_pages = kv_pages(engine, page_bytes, model.weight_bytes(numerics.weights))
+    """Read, render and encode all rows (their tokens go to `store`), or the head of a large table, and plan them."""
+    shape, engine, most_pages = model.config.shape, spec.engine, device.most_pages
+    head = head_rows(engine, table)
     admission = Admission(shape.context_length, shape.vocab_size, most_pages * engine.page_size)
-    prompts = PromptReader(spec, model.tokenizer, model.chat).read(table, admission, store, on_rows)
+    reader = PromptReader(spec, model.tokenizer, model.chat)
+    prompts = reader.read(table, admission, store, on_rows, (0, head) if part == "head" else None)
     plan = plan_prefixes(prompts.table)
     rooms = admission.rooms(prompts.table.lengths, prompts.wishes.max_tokens)
     samples = prompts.wishes.n
@@ -194,11 +219,15 @@ def prepare(
     own = own_pages(plan, answer_pages[plan.order], engine.page_size)
     longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // engine.page_size)
     new_tokens = (samples * rooms)[plan.order]
-    order = run_order(plan, new_tokens, engine.schedule, num_pages=most_pages, longest_pages=longest)
+    if part == "head":  # from one end, so that the others go on from the other
+        order = plan_order(plan)
+    else:
+        order = run_order(plan, new_tokens, engine.schedule, num_pages=most_pages, longest_pages=longest)
     wanted = min(pages_at_once(plan, order, own, engine.page_size, engine.max_num_seqs), int(own.sum()))
     # Memory is taken only as it is touched, so the cache is as large as the whole plan (which shares) where it may be.
-    pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing else most_pages
-    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, samples, rooms, pages, wanted)
+    pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing and not head else most_pages
+    backend = device.backend
+    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, samples, rooms, pages, wanted, head)
 
 
 def check_places(spec: JobSpec, table: InputTable) -> None:
@@ -252,7 +281,8 @@ class _Run:
     def __init__(
         self,
         job: PreparedJob,
-        figures: Planned,
+        reading: Reading[PreparedJob] | None,
+        known: Calibration | None,
         loaded: LoadedModel,
         tiers: CacheTiers | None,
         table: InputTable,
@@ -261,7 +291,8 @@ class _Run:
         started: float,
         plan_seconds: float,
     ):
-        self._figures, self._plan_seconds = figures, plan_seconds
+        self._reading, self._known, self._plan_seconds = reading, known, plan_seconds
+        self._figures = planned(job, known) if reading is None else None  # of all rows
         self._job, self._loaded, self._table, self._checkpoint = job, loaded, table, checkpoint
         self._progress, self._started, self._tiers = progress, started, tiers
         engine, shape = job.spec.engine, job.model.config.shape
@@ -290,14 +321,16 @@ class _Run:
             clock=time.monotonic_ns,
             started_ns=self._generating,
         )
+        self._pending: Iterator[Request] = iter(())
+        self._all_submitted = False
+        self._first_row = 0  # those before are taken care of
         self._before = dict(checkpoint.totals)
         self._computed = self._rows = 0
         self._failures: Counter[str] = Counter()
         self._shown = 0
 
     def run(self, stop: Callable[[], bool]) -> JobSummary:
-        for outputs in self._failed_rows():
-            self._write(outputs)
+        self._begin()
         interrupted = self._generate(stop)
         self._writer.flush()
         generated = time.monotonic_ns()
@@ -312,12 +345,13 @@ class _Run:
 
     def _generate(self, stop: Callable[[], bool]) -> bool:
         """Step until nothing is left; True when stopped before."""
-        requests = self._requests()
-        self._feed(requests)
         ended = self._generating
-        while self._engine.has_work:
+        while self._engine.has_work or self._reading is not None:
             if stop():
                 return True
+            self._go_on_with_all()
+            if not self._engine.has_work:
+                continue
             outputs, record = self._engine.step()
             if record is not None:
                 # A step begins where the one before it ended: writing and fetching requests lie between.
@@ -326,15 +360,32 @@ class _Run:
                 self._computed += record.num_prefill_tokens
                 ended = end
             self._write(outputs)
-            self._feed(requests)
+            self._feed()
         return False
 
-    def _feed(self, requests: Iterator[Request]) -> None:
+    def _begin(self) -> None:
+        """With the rows of `_job`."""
+        for outputs in self._failed_rows():
+            self._write(outputs)
+        self._pending, self._all_submitted = self._requests(), False
+        self._feed()
+
+    def _go_on_with_all(self) -> None:
+        """When the head's requests are all submitted and the others are known, go on with these."""
+        if self._reading is None or not self._all_submitted:
+            return
+        if self._reading.is_ready(0 if self._engine.has_work else IDLE_SECONDS):
+            self._job, self._reading, self._first_row = self._reading.result(), None, self._job.head_rows
+            self._figures = planned(self._job, self._known)
+            self._begin()
+
+    def _feed(self) -> None:
         """Keep as many requests waiting as could start in a step."""
         most = self._job.spec.engine.max_num_seqs
         for _ in range(most - self._engine.scheduler.num_waiting):
-            request = next(requests, None)
+            request = next(self._pending, None)
             if request is None:
+                self._all_submitted = True
                 return
             self._engine.submit(request)
 
@@ -343,7 +394,7 @@ class _Run:
         prompts, sharing = self._job.prompts, self._job.spec.engine.prefix_sharing
         plan, order, wish = self._job.plan, self._job.order, prompts.wishes.__getitem__
         requests = make_requests(prompts.table, plan, order, wish, sharing=sharing)
-        return self._left_of(requests) if len(self._checkpoint.done) else requests
+        return self._left_of(requests) if len(self._checkpoint.done) or self._first_row else requests
 
     def _left_of(self, requests: Iterator[Request]) -> Iterator[Request]:
         while chunk := list(islice(requests, DONE_CHUNK)):
@@ -357,7 +408,7 @@ class _Run:
 
     def _are_done(self, targets: list[tuple[int, int]]) -> list[bool]:
         rows, samples = np.array(targets, np.int64).reshape(-1, 2).T
-        return self._checkpoint.is_done(rows, samples).tolist()
+        return ((rows < self._first_row) | self._checkpoint.is_done(rows, samples)).tolist()
 
     def _failed_rows(self) -> Iterator[list[RequestOutput]]:
         """The results of rows that cannot be answered, some at a time."""
@@ -385,7 +436,7 @@ class _Run:
         self._progress.update(
             Progress(
                 rows_done=before("rows", 0) + self._rows,
-                rows_total=len(self._job.prompts.row_index),
+                rows_total=self._rows_total,
                 failed_rows=before("failed_rows", 0) + self._failures.total(),
                 prompt_tokens_done=before("prompt_tokens", 0) + self._computed + scheduler.cached_prompt_tokens,
                 generated_tokens=before("generated_tokens", 0) + scheduler.generated_tokens,
@@ -398,11 +449,17 @@ class _Run:
             )
         )
 
+    @property
+    def _rows_total(self) -> int:
+        return self._table.num_rows_upper if self._figures is None else self._figures.rows
+
     def _done_share(self) -> float:
         """By tokens while answers are under way, by rows when these turn out shorter than they might."""
-        rows, tokens = self._figures.rows, self._figures.computed_prompt_tokens + self._figures.max_new_tokens
-        before = self._before.get("rows", 0) / max(rows, 1)  # rows that were under way start over
-        by_rows = before + self._rows / max(rows, 1)
+        before = self._before.get("rows", 0) / max(self._rows_total, 1)  # rows that were under way start over
+        by_rows = before + self._rows / max(self._rows_total, 1)
+        if self._figures is None:
+            return min(1.0, by_rows)
+        tokens = self._figures.computed_prompt_tokens + self._figures.max_new_tokens
         by_tokens = before + (self._computed + self._engine.scheduler.generated_tokens) / max(tokens, 1)
         return min(1.0, max(by_rows, by_tokens))
 
@@ -433,7 +490,8 @@ class _Run:
         }
 
     def _job_record(self, generated: int) -> dict[str, Any]:
-        job = self._job
+        job, figures = self._job, self._figures
+        assert figures is not None, "a job is finished when all rows are read"
         return {
             "started": self._checkpoint.started.isoformat(),
             "spec": job.spec.model_dump(mode="json"),
@@ -443,7 +501,7 @@ class _Run:
             "numerics": asdict(job.numerics),
             "versions": _versions(),
             "cpu": _cpu(),
-            "plan": asdict(self._figures),
+            "plan": asdict(figures),
             "preemptions": self._engine.scheduler.preemptions,
             "cache": self._tiers.counts if self._tiers is not None else None,
             "totals": self._totals(generated),

@@ -40,7 +40,7 @@ from batchgen.io.scratch import Scratch
 from batchgen.io.table import open_table
 from batchgen.kernels.base import StepBatch, StepResult
 from batchgen.loading import open_model, resolve_numerics
-from batchgen.runner import PreparedJob, prepare
+from batchgen.runner import PreparedJob, open_device, prepare
 from batchgen.spec import load_spec
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.yaml_text import write_yaml
@@ -204,7 +204,7 @@ def measure(folder: Path, rows: int, tokens: int, token_ids: bool, model: str) -
     numerics, table = resolve_numerics(spec.model, spec.engine), open_table(spec.input.path)
     with Scratch(folder) as scratch, Memory() as memory:
         begun = time.perf_counter()
-        job = prepare(spec, table, opened, numerics, scratch)
+        job = prepare(spec, table, opened, numerics, open_device(spec, opened, numerics), scratch)
         seconds = time.perf_counter() - begun
         request_us = _request_us(job)
     return {
