@@ -16,6 +16,7 @@ from batchgen.engine.requests import RowWish
 from batchgen.engine.types import RowFailure, SamplingParams
 from batchgen.errors import RowError
 from batchgen.io.table import InputTable, check_column
+from batchgen.overflow import Overflow, truncate
 from batchgen.prompt_sources import Encoded, PythonRow, make_source
 from batchgen.spec import JobSpec
 from batchgen.text.chat_template import ChatTemplate
@@ -85,9 +86,10 @@ class Wishes:
 class JobPrompts:
     """Every row of the input: either a prompt of `table` with its wish, or a failure.
 
-    `row_index` and `samples` (results per row) cover all rows, in input order. `bos_in_text` counts the prompts whose
-    text brings the BOS token that the model would have been given anyway. `encoded_tokens` were made in
-    `tokenize_seconds`, reading and rendering included; they are those of the table and of prompts that were refused.
+    `row_index`, `samples` (results per row) and `truncated` (tokens cut off) cover all rows, in input order.
+    `bos_in_text` counts the prompts whose text brings the BOS token that the model would have been given anyway.
+    `encoded_tokens` were made in `tokenize_seconds`, reading and rendering included; they are those of the table and of
+    prompts that were refused or cut.
     """
 
     table: PromptTable
@@ -98,6 +100,7 @@ class JobPrompts:
     bos_in_text: int
     encoded_tokens: int
     tokenize_seconds: float
+    truncated: NDArray[np.int32]
 
     @property
     def tokens_per_second(self) -> float:
@@ -156,7 +159,7 @@ class PromptReader:
         While a batch is encoded, on all cores, the next one is read and rendered and the one before is taken in.
         """
         started = time.perf_counter()
-        taken = _Taken(admission, PromptTableBuilder(store))
+        taken = _Taken(admission, PromptTableBuilder(store), self._spec.input.overflow)
         batches = table.batches(self.columns, rows, BATCH_ROWS)
         with ThreadPoolExecutor(1, "encode") as pool:
             rendered = (self._render(row_index, batch) for row_index, batch in batches)
@@ -213,8 +216,9 @@ class PromptReader:
 class _Taken:
     """What has been read so far."""
 
-    def __init__(self, admission: Admission, builder: PromptTableBuilder):
-        self._admission, self._builder = admission, builder
+    def __init__(self, admission: Admission, builder: PromptTableBuilder, overflow: Overflow):
+        self._admission, self._builder, self._overflow = admission, builder, overflow
+        self._truncated = [np.zeros(0, np.int32)]
         self.rows = self.tokens = 0
         self._failures: list[FailedRow] = []
         self._row_index = [np.zeros(0, np.int64)]
@@ -222,8 +226,12 @@ class _Taken:
         self._numbers, self._seeds = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
 
     def add(self, rendered: _Rendered, encoded: Encoded) -> None:
-        """One batch: its prompts go to the table, or are refused."""
-        tokens, lengths, asked = encoded.tokens, encoded.lengths, rendered.asked
+        """One batch: its prompts go to the table, cut if need be, or are refused."""
+        asked = rendered.asked
+        self.tokens += len(encoded.tokens)
+        encoded, lost = truncate(encoded, asked.max_tokens, self._admission.context_length, self._overflow)
+        self._truncated.append(lost)
+        tokens, lengths = encoded.tokens, encoded.lengths
         failures = self._refused(encoded, asked) | encoded.failures | rendered.failures
         kept = np.ones(len(lengths), bool)
         kept[list(failures)] = False
@@ -231,7 +239,7 @@ class _Taken:
             tokens if kept.all() else tokens[np.repeat(kept, lengths)], lengths[kept], rendered.row_index[kept]
         )
         self._failures += [rendered.failed_row(place, failures[place]) for place in sorted(failures)]
-        self.rows, self.tokens = self.rows + len(lengths), self.tokens + len(tokens)
+        self.rows += len(lengths)
         self._row_index.append(rendered.row_index)
         self._samples.append(asked.n.astype(np.int32))
         self._numbers.append(asked.numbers[kept])
@@ -259,6 +267,7 @@ class _Taken:
             bos_in_text,
             self.tokens,
             seconds,
+            np.concatenate(self._truncated),
         )
 
 

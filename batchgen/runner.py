@@ -419,6 +419,9 @@ class _Run:
             yield [RequestOutput(row.row_index, sample, "error", error=row.failure) for row, sample in left]
 
     def _write(self, outputs: list[RequestOutput]) -> None:
+        places = np.searchsorted(self._job.prompts.row_index, [output.row_index for output in outputs])
+        for output, place in zip(outputs, places.tolist(), strict=True):
+            output.truncated_tokens = int(self._job.prompts.truncated[place])
         self._writer.add(outputs)
         self._writer.maybe_flush()
         first = [output for output in outputs if output.sample_index == 0]

@@ -205,6 +205,10 @@ class InputSpec(_Part):
     where: Text | None = Field(default=None, description="Polars SQL predicate; only rows for which it holds are used")
     parse_special: bool = Field(default=False, description="true: control tokens in the text are meant as such")
     limit: Annotated[int, Field(ge=0)] | None = Field(default=None, description="use only the first rows")
+    overflow: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = Field(
+        default="error",
+        description="a prompt longer than the model's context is a failed row, or is cut so that max_tokens fit, too",
+    )
 
     @model_validator(mode="after")
     def _one_prompt_kind(self) -> Self:
@@ -400,7 +404,7 @@ class EngineSpec(_Part):
 # themselves, and the kernel and number types taken (runner.py), so where they came from does not count here.
 _RESULT_KEYS = {
     "model": ("pre_tokenizer",),
-    "input": ("prompt", "messages", "token_ids", "chat", "where", "parse_special", "limit"),
+    "input": ("prompt", "messages", "token_ids", "chat", "where", "parse_special", "limit", "overflow"),
     "sampling": tuple(SamplingSpec.model_fields),
     "output": ("columns", "prefix", "timings"),
 }

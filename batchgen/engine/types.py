@@ -91,7 +91,7 @@ class RequestOutput:
     `token_ids` (int32) holds the generated tokens, the end token included when one was generated; `logprobs`
     (float32), `token_steps` (int32, engine step) and `token_times` (int64) run parallel to it. `text` has no end
     token and is cut before a stop string. `num_cached_tokens` counts prompt tokens whose KV came from another row or
-    from a tier below the device; `num_restored_tokens` are the latter.
+    from a tier below the device; `num_restored_tokens` are the latter. `truncated_tokens` were cut off the prompt.
     """
 
     row_index: int
@@ -111,6 +111,7 @@ class RequestOutput:
     finished_ns: int = 0
     error: RowFailure | None = None
     num_restored_tokens: int = 0
+    truncated_tokens: int = 0
 
     @property
     def cumulative_logprob(self) -> float:

@@ -12,6 +12,7 @@ RESULTS = pa.schema(
         ("stop_reason", pa.string()),
         ("num_prompt_tokens", pa.int32()),
         ("num_cached_tokens", pa.int32()),
+        ("truncated_tokens", pa.int32()),
         ("num_generated_tokens", pa.int32()),
         ("cumulative_logprob", pa.float64()),
         ("error", pa.struct([("code", pa.string()), ("message", pa.string())])),

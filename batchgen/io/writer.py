@@ -83,7 +83,7 @@ def results_table(outputs: Sequence[RequestOutput]) -> pa.Table:
     columns = {
         **{
             name: _numbers(outputs, name, np.int32)
-            for name in ("sample_index", "num_prompt_tokens", "num_cached_tokens")
+            for name in ("sample_index", "num_prompt_tokens", "num_cached_tokens", "truncated_tokens")
         },
         **{name: [getattr(output, name) for output in outputs] for name in ("text", "finish_reason", "stop_reason")},
         "row_index": _numbers(outputs, "row_index", np.int64),
