@@ -40,6 +40,10 @@ class OutputError(BatchgenError):
     """The output cannot be written, or belongs to another job (exit code 1)."""
 
 
+class TooManyErrors(BatchgenError):
+    """More rows have failed than `output.max_errors` allows (exit code 1)."""
+
+
 class RowError(Exception):
     """One row cannot be answered; it becomes a result with `finish_reason="error"`."""
 

@@ -25,7 +25,7 @@ from batchgen.engine.prompt_table import MemoryStore, Store
 from batchgen.engine.requests import make_requests
 from batchgen.engine.run_order import RunOrder, pages_at_once, plan_order, run_order
 from batchgen.engine.types import Request, RequestOutput
-from batchgen.errors import OutputError
+from batchgen.errors import OutputError, TooManyErrors
 from batchgen.head_start import Reading, head_rows
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
@@ -428,6 +428,20 @@ class _Run:
         self._rows += len(first)
         self._failures.update(output.error.code for output in first if output.error is not None)
         self._show()
+        self._check_failures(first)
+
+    def _check_failures(self, outputs: list[RequestOutput]) -> None:
+        """Stop when too many rows have failed; what is finished is kept."""
+        most = self._job.spec.output.max_errors
+        failed = self._before.get("failed_rows", 0) + self._failures.total()
+        if most is None or failed <= most:
+            return
+        self._writer.flush()
+        errors = [f"; row {o.row_index}: {o.error.code}: {o.error.message}" for o in outputs if o.error is not None]
+        raise TooManyErrors(
+            f"{failed:,} rows have failed, more than output.max_errors allows ({most:,}){''.join(errors[-1:])}; "
+            "the same command goes on with another output.max_errors"
+        )
 
     def _show(self, now: int = 0) -> None:
         """Tell the listener, now and then; always with a `now`."""

@@ -323,6 +323,9 @@ class OutputSpec(_Part):
     timings: Literal["token", "none"] = Field(default="token", description="token: one timings row per generated token")
     part_rows: Count = Field(default=1024, description="a part is written after this many rows,")
     part_seconds: Annotated[float, Field(gt=0)] = Field(default=10.0, description="or after this many seconds")
+    max_errors: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="stop the job when more rows than this have failed; default: go on, whatever fails"
+    )
 
 
 class CacheSpec(_Part):

@@ -21,7 +21,7 @@ import pytest
 from batchgen import cli, job_plan, runner
 from batchgen.engine import run_order
 from batchgen.engine.scheduler import LengthEstimate, Scheduler
-from batchgen.errors import InputError, OutputError, SpecError
+from batchgen.errors import InputError, OutputError, SpecError, TooManyErrors
 from batchgen.io.scratch import Scratch
 from batchgen.job_plan import plan_job
 from batchgen.progress import SilentProgress
@@ -472,3 +472,23 @@ def test_samples_of_a_prompt_find_their_pages_planned(make_spec, run, tmp_path: 
     run(spec)
     assert job(spec)["preemptions"] == 0
     assert job(spec)["totals"]["computed_prompt_tokens"] == results(spec)["num_prompt_tokens"][0]
+
+
+@pytest.mark.parametrize(("most", "done"), [(0, False), (1, False), (2, True), (None, True)])
+def test_a_job_stops_when_too_many_rows_fail(make_spec, run, tmp_path: Path, most: int | None, done: bool) -> None:
+    pl.DataFrame({"q": ["a", None, "b", None, "c"]}).write_parquet(tmp_path / "rows.parquet")
+    given = {"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False}
+
+    def spec(most: int | None) -> Any:
+        return make_spec(input=given, sampling={"max_tokens": 1}, output={"max_errors": most})
+
+    if done:
+        assert run(spec(most)).failed_rows == 2
+        return
+    message = rf"2 rows have failed, more than .* allows \({most}\); row 3: prompt_missing"
+    with pytest.raises(TooManyErrors, match=message):
+        run(spec(most))
+    with pytest.raises(TooManyErrors, match="2 rows have failed"):  # again, if nothing is changed
+        run(spec(most))
+    assert run(spec(None)).failed_rows == 2  # the same job goes on
+    assert results(spec(None)).height == 5

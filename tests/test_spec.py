@@ -47,7 +47,7 @@ def test_defaults(load):
     assert (job.model.weights, job.model.sha256, job.model.pre_tokenizer) == ("auto", None, None)
     assert (job.input.chat, job.input.parse_special, job.input.limit, job.input.where) == ("auto", False, None, None)
     assert (job.output.columns, job.output.prefix, job.output.timings) == ("all", "", "token")
-    assert (job.output.part_rows, job.output.part_seconds) == (1024, 10.0)
+    assert (job.output.part_rows, job.output.part_seconds, job.output.max_errors) == (1024, 10.0, None)
     assert job.engine.model_dump() == {
         "device": "auto",
         "kernel": "auto",
