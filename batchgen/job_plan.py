@@ -13,9 +13,9 @@ from batchgen.io.scratch import Scratch
 from batchgen.io.table import open_table
 from batchgen.loading import locate_model, open_model, resolve_numerics, thread_count
 from batchgen.planned import Planned, planned
+from batchgen.prepare import PreparedJob, open_device, prepare, reading_progress
 from batchgen.progress import ProgressListener
 from batchgen.prompts import FailedRow, PromptReader
-from batchgen.runner import PreparedJob, open_device, prepare, reading_progress
 from batchgen.spec import JobSpec
 
 SHOWN_PREFIXES = 12

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +10,7 @@ from batchgen.calibration import Calibration
 from batchgen.engine.prefix_tree import shared_among
 from batchgen.engine.run_order import RunOrder, shared_in_turn
 from batchgen.estimate import Sequences, estimate_seconds
-
-if TYPE_CHECKING:
-    from batchgen.runner import PreparedJob
+from batchgen.prepare import PreparedJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Planned:
     generate_seconds: tuple[float, float] | None
 
 
-def planned(job: "PreparedJob", known: Calibration | None) -> Planned:
+def planned(job: PreparedJob, known: Calibration | None) -> Planned:
     """The figures of a job that is ready to run, on a machine of which `known` is known."""
     plan, prompts = job.plan, job.prompts
     sequences = _sequences(job)
@@ -76,7 +73,7 @@ def planned(job: "PreparedJob", known: Calibration | None) -> Planned:
     )
 
 
-def _sequences(job: "PreparedJob") -> Sequences:
+def _sequences(job: PreparedJob) -> Sequences:
     """What runs, in plan order: greedy answers to equal prompts are computed once, the others each."""
     plan, engine, wishes = job.plan, job.spec.engine, job.prompts.wishes
     rooms, samples = job.rooms[plan.order], job.samples[plan.order]
@@ -96,7 +93,7 @@ def _sequences(job: "PreparedJob") -> Sequences:
     )
 
 
-def _shared(job: "PreparedJob", runs: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _shared(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Prompt tokens that each row of the plan that runs finds computed, by the way the job is scheduled."""
     plan, engine = job.plan, job.spec.engine
     if not engine.prefix_sharing:
@@ -110,7 +107,7 @@ def _shared(job: "PreparedJob", runs: NDArray[np.bool_]) -> NDArray[np.int64]:
     return shared[runs]
 
 
-def _shared_in_parts(job: "PreparedJob", runs: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _shared_in_parts(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The same where the head is run by itself; the other rows may find one prefix more, that of its last row."""
     head = job.prompts.table.row_index[job.plan.order] < job.head_rows
     shared = np.zeros(len(head), np.int64)

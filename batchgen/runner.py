@@ -11,19 +11,16 @@ from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchgen import __version__
 from batchgen.calibration import Calibration, Machine, learn, measured_run, read_calibration, this_machine
 from batchgen.engine.cache_tiers import CacheTiers
 from batchgen.engine.engine import Engine, EngineLimits
-from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefixes
-from batchgen.engine.prompt_table import MemoryStore, Store
+from batchgen.engine.prompt_table import MemoryStore
 from batchgen.engine.requests import make_requests
-from batchgen.engine.run_order import RunOrder, pages_at_once, plan_order, run_order
 from batchgen.engine.types import Request, RequestOutput
 from batchgen.errors import OutputError, TooManyErrors
 from batchgen.head_start import Reading, head_rows
@@ -32,25 +29,23 @@ from batchgen.io.deliver import Expected, check_columns, deliver
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable, open_table
 from batchgen.io.writer import JobWriter
-from batchgen.kernels.base import Backend, StepLimits
+from batchgen.kernels.base import StepLimits
 from batchgen.loading import (
     LoadedModel,
-    ModelFile,
     Numerics,
     compile_all,
     describe_model,
-    kv_pages,
     load_model,
     locate_model,
-    make_backend,
     open_model,
     resolve_numerics,
     thread_count,
 )
 from batchgen.planned import planned
 from batchgen.prefix_cache import open_tiers
+from batchgen.prepare import PreparedJob, open_device, prepare, reading_progress
 from batchgen.progress import Progress, ProgressListener
-from batchgen.prompts import JobPrompts, OnRows, PromptReader
+from batchgen.prompts import PromptReader
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
 
 PROGRESS_NS = 200_000_000
@@ -71,42 +66,6 @@ class JobSummary:
     failures: dict[str, int] = field(default_factory=dict)  # failed rows by code, of this run
     interrupted: bool = False
     already_done: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Device:
-    """What a job runs on: a backend without weights, and the KV pages that there is memory for."""
-
-    backend: Backend
-    most_pages: int
-
-
-def open_device(spec: JobSpec, model: ModelFile, numerics: Numerics) -> Device:
-    backend = make_backend(numerics, thread_count(spec.engine))
-    page_bytes = backend.page_bytes(model.config.shape, spec.engine.page_size)
-    return Device(backend, kv_pages(spec.engine, page_bytes, model.weight_bytes(numerics.weights)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedJob:
-    """Everything that is known before weights are loaded."""
-
-    spec: JobSpec
-    model: ModelFile
-    numerics: Numerics
-    backend: Backend
-    prompts: JobPrompts
-    plan: PrefixPlan
-    order: RunOrder
-    samples: NDArray[np.int64]  # answers of each prompt of the table, and the most tokens of each of them
-    rooms: NDArray[np.int64]
-    num_pages: int
-    pages_wanted: int
-    head_rows: int = 0  # rows, by index, that are planned apart, see `head_start`
-
-    @property
-    def page_bytes(self) -> int:
-        return self.backend.page_bytes(self.model.config.shape, self.spec.engine.page_size)
 
 
 def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Callable[[], bool]) -> JobSummary:
@@ -152,27 +111,6 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
     return summary
 
 
-def reading_progress(progress: ProgressListener, table: InputTable, started: float) -> OnRows:
-    """Show how far reading and encoding has come, while there is more to come."""
-    total = table.num_rows_upper
-
-    def on_rows(rows: int, tokens: int) -> None:
-        if rows == total:
-            return
-        progress.update(
-            Progress(
-                rows_done=rows,
-                rows_total=total,
-                prompt_tokens_done=tokens,
-                elapsed_s=time.perf_counter() - started,
-                phase="tokenizing",
-                done_share=rows / max(total, 1),
-            )
-        )
-
-    return on_rows
-
-
 def _learn(machine: Machine, spec: JobSpec, summary: JobSummary, progress: ProgressListener) -> None:
     """Let the next plan know what this finished run took."""
     output, may_end = spec.output, spec.sampling.ignore_eos is False
@@ -193,41 +131,6 @@ def warmup(progress: ProgressListener) -> float:
     start = time.perf_counter()
     compile_all(resolve_numerics(ModelSpec(source="none"), EngineSpec()), progress.message)
     return time.perf_counter() - start
-
-
-def prepare(
-    spec: JobSpec,
-    table: InputTable,
-    model: ModelFile,
-    numerics: Numerics,
-    device: Device,
-    store: Store,
-    on_rows: OnRows = lambda rows, tokens: None,
-    part: Literal["all", "head"] = "all",
-) -> PreparedJob:
-    """Read, render and encode all rows (their tokens go to `store`), or the head of a large table, and plan them."""
-    shape, engine, most_pages = model.config.shape, spec.engine, device.most_pages
-    head = head_rows(engine, table)
-    admission = Admission(shape.context_length, shape.vocab_size, most_pages * engine.page_size)
-    reader = PromptReader(spec, model.tokenizer, model.chat)
-    prompts = reader.read(table, admission, store, on_rows, (0, head) if part == "head" else None)
-    plan = plan_prefixes(prompts.table)
-    rooms = admission.rooms(prompts.table.lengths, prompts.wishes.max_tokens)
-    samples = prompts.wishes.n
-    # A sample starts in the middle of a page, of which all but one take a copy.
-    answer_pages = samples * (-(-rooms // engine.page_size) + 1)
-    own = own_pages(plan, answer_pages[plan.order], engine.page_size)
-    longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // engine.page_size)
-    new_tokens = (samples * rooms)[plan.order]
-    if part == "head":  # from one end, so that the others go on from the other
-        order = plan_order(plan)
-    else:
-        order = run_order(plan, new_tokens, engine.schedule, num_pages=most_pages, longest_pages=longest)
-    wanted = min(pages_at_once(plan, order, own, engine.page_size, engine.max_num_seqs), int(own.sum()))
-    # Memory is taken only as it is touched, so the cache is as large as the whole plan (which shares) where it may be.
-    pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing and not head else most_pages
-    backend = device.backend
-    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, samples, rooms, pages, wanted, head)
 
 
 def check_places(spec: JobSpec, table: InputTable) -> None:
@@ -275,6 +178,33 @@ def _finished_summary(spec: JobSpec, checkpoint: Checkpoint) -> JobSummary:
     return JobSummary(rows, failed, totals, Path(spec.output.path), already_done=True)
 
 
+def _make_engine(job: PreparedJob, tiers: CacheTiers | None) -> Engine:
+    engine, shape = job.spec.engine, job.model.config.shape
+    limits = EngineLimits(
+        max_batch_tokens=engine.max_batch_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        num_pages=job.num_pages,
+        page_size=engine.page_size,
+        context_length=shape.context_length,
+        vocab_size=shape.vocab_size,
+        prefix_sharing=engine.prefix_sharing,
+        prefill_first=engine.schedule == "prefill_first",
+    )
+    return Engine(job.backend, job.model.tokenizer, limits, tiers=tiers)
+
+
+def _make_writer(spec: JobSpec, checkpoint: Checkpoint, started_ns: int) -> JobWriter:
+    output = spec.output
+    return JobWriter(
+        checkpoint,
+        part_rows=output.part_rows,
+        part_seconds=output.part_seconds,
+        timings=output.timings == "token",
+        clock=time.monotonic_ns,
+        started_ns=started_ns,
+    )
+
+
 class _Run:
     """The loop of one process over one job."""
 
@@ -295,32 +225,9 @@ class _Run:
         self._figures = planned(job, known) if reading is None else None  # of all rows
         self._job, self._loaded, self._table, self._checkpoint = job, loaded, table, checkpoint
         self._progress, self._started, self._tiers = progress, started, tiers
-        engine, shape = job.spec.engine, job.model.config.shape
-        self._engine = Engine(
-            job.backend,
-            job.model.tokenizer,
-            EngineLimits(
-                max_batch_tokens=engine.max_batch_tokens,
-                max_num_seqs=engine.max_num_seqs,
-                num_pages=job.num_pages,
-                page_size=engine.page_size,
-                context_length=shape.context_length,
-                vocab_size=shape.vocab_size,
-                prefix_sharing=engine.prefix_sharing,
-                prefill_first=engine.schedule == "prefill_first",
-            ),
-            tiers=tiers,
-        )
-        output = job.spec.output
+        self._engine = _make_engine(job, tiers)
         self._generating = time.monotonic_ns()
-        self._writer = JobWriter(
-            checkpoint,
-            part_rows=output.part_rows,
-            part_seconds=output.part_seconds,
-            timings=output.timings == "token",
-            clock=time.monotonic_ns,
-            started_ns=self._generating,
-        )
+        self._writer = _make_writer(job.spec, checkpoint, self._generating)
         self._pending: Iterator[Request] = iter(())
         self._all_submitted = False
         self._first_row = 0  # those before are taken care of

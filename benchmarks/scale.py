@@ -40,7 +40,7 @@ from batchgen.io.scratch import Scratch
 from batchgen.io.table import open_table
 from batchgen.kernels.base import StepBatch, StepResult
 from batchgen.loading import open_model, resolve_numerics
-from batchgen.runner import PreparedJob, open_device, prepare
+from batchgen.prepare import PreparedJob, open_device, prepare
 from batchgen.spec import load_spec
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.yaml_text import write_yaml
