@@ -209,18 +209,22 @@ def measured_run(directory: Path, prefix: str, may_end: bool, load_seconds: floa
 
     `prefix` of the result columns; `may_end`: the model may end answers, so that their lengths say something.
     """
-    steps = pl.read_parquet(directory / "steps" / "*.parquet", columns=["step", "duration_ns", *COLUMNS])
-    steps = steps.sort("step")[1:]
+    steps = _parts(directory, "steps").select("step", "duration_ns", *COLUMNS).collect().sort("step")[1:]
     terms = steps.select(pl.lit(1), *COLUMNS).to_numpy().astype(np.float64)
     answers = _answers(directory, prefix) if may_end else Answers()
     return Calibration.of_steps(terms, steps["duration_ns"].to_numpy() / 1e9, answers, load_seconds)
 
 
 def _answers(directory: Path, prefix: str) -> Answers:
-    results = pl.scan_parquet(directory / "results" / "*.parquet")
+    results = _parts(directory, "results")
     ended = (pl.col(f"{prefix}finish_reason") == "stop").sum()
     tokens = pl.col(f"{prefix}num_generated_tokens").sum()
     return Answers(*results.select(ended=ended, tokens=tokens).collect().row(0))
+
+
+def _parts(directory: Path, kind: str) -> pl.LazyFrame:
+    """A table of the job; its path is no pattern, whatever characters are in it."""
+    return pl.scan_parquet(sorted((directory / kind).glob("*.parquet")), glob=False)
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------

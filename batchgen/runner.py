@@ -22,7 +22,7 @@ from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.prompt_table import MemoryStore
 from batchgen.engine.requests import make_requests
 from batchgen.engine.types import Request, RequestOutput
-from batchgen.errors import OutputError, TooManyErrors
+from batchgen.errors import InputError, OutputError, TooManyErrors
 from batchgen.head_start import Reading, head_rows
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
@@ -238,7 +238,11 @@ class _Run:
 
     def run(self, stop: Callable[[], bool]) -> JobSummary:
         self._begin()
-        interrupted = self._generate(stop)
+        try:
+            interrupted = self._generate(stop)
+        except InputError:  # of rows that are read while others are answered
+            self._writer.flush()
+            raise
         self._writer.flush()
         generated = time.monotonic_ns()
         self._show(generated)
@@ -257,7 +261,9 @@ class _Run:
             if stop():
                 return True
             self._go_on_with_all()
-            if not self._engine.has_work:
+            if not self._engine.has_work:  # what is waited for rows is no step's time
+                self._write([])
+                ended = time.monotonic_ns()
                 continue
             outputs, record = self._engine.step()
             if record is not None:

@@ -143,6 +143,7 @@ def test_a_damaged_file_is_ignored_and_replaced(own_calibration: Path, damage: A
 
 
 def test_a_finished_run_is_measured_without_its_first_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run[1]*"  # no pattern
     steps = {
         "step": [2, 0, 1],
         "duration_ns": [2_000_000_000, 90_000_000_000, 1_000_000_000],
@@ -153,9 +154,9 @@ def test_a_finished_run_is_measured_without_its_first_step(tmp_path: Path) -> No
     }
     results = {"a_finish_reason": ["stop", "length", "error", "stop"], "a_num_generated_tokens": [5, 8, 0, 1]}
     for name, columns in (("steps", steps), ("results", results)):
-        (tmp_path / name).mkdir()
-        pl.DataFrame(columns).write_parquet(tmp_path / name / "part-00000.parquet")
-    run = measured_run(tmp_path, "a_", may_end=True, load_seconds=0.5)
+        (folder / name).mkdir(parents=True)
+        pl.DataFrame(columns).write_parquet(folder / name / "part-00000.parquet")
+    run = measured_run(folder, "a_", may_end=True, load_seconds=0.5)
     assert (run.steps, run.seconds, run.answers, run.load_seconds) == (2, 3.0, Answers(2, 14), 0.5)
     assert run.terms.tolist() == [2, 7, 4, 70, 41]
-    assert measured_run(tmp_path, "a_", may_end=False, load_seconds=0.5).answers == Answers()
+    assert measured_run(folder, "a_", may_end=False, load_seconds=0.5).answers == Answers()

@@ -122,6 +122,7 @@ class LowerTiers(Protocol):
     """What the scheduler asks of the tiers below the device, see `cache_tiers.CacheTiers`."""
 
     def restorable(self, prompt: NDArray[np.int32], first_page: int, most_pages: int) -> list[NDArray[np.uint8]]: ...
+    def let_go(self, page: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -316,6 +317,8 @@ class Scheduler:
         start = sequence.num_computed_tokens
         if self._writes_shared_page(sequence):
             self._copy_page(plan, sequence, start)
+        elif self._tiers is not None and start // self._page_size < len(sequence.block_table):
+            self._tiers.let_go(sequence.block_table[start // self._page_size])  # what another prompt had in it
         while len(sequence.block_table) < self.pages_for(start + count):
             sequence.block_table.append(self._new_page(plan))
         sequence.num_computed_tokens = start + count

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -347,6 +348,20 @@ def test_tiers_below_the_device_change_no_answer(job: Job, policy: TierPolicy, p
     store = HostMemory(pages * 16 * job.page_size)
     for _ in range(2):
         check_answers(job, run_job(job, store=store, policy=policy))
+
+
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_a_page_that_another_prompt_takes_over_is_saved_as_it_was(write: Any) -> None:
+    """The third prompt writes into the second page of the first two, which nobody runs any more."""
+    prompts = [(1,) * 6 + (2, 2, 2), (1,) * 6 + (2, 2, 3), (1,) * 6 + (3, 3, 3)]
+    wishes = [RowWish(SamplingParams(max_tokens=1), 1, False)] * 3
+    job = Job(prompts, wishes, 4, AMPLE, max_batch_tokens=100, max_num_seqs=1, sharing=True)
+    store = HostMemory(1 << 30)
+    first, second = (run_job(job, store=store, policy=TierPolicy(write, False, False, 0.0)) for _ in range(2))
+    for rig in (first, second):
+        check_answers(job, rig)
+    assert second.tiers is not None and second.tiers.counts["restored_pages"] == 2
+    assert second.prefill_tokens == 1 + 1 + 3
 
 
 def restorable_tokens(job: Job) -> set[tuple[int, ...]]:
