@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchgen import __version__
-from batchgen.errors import BatchgenError, OutputError
+from batchgen.errors import BatchgenError, OutputError, SpecError
 
 if TYPE_CHECKING:
     from batchgen.bench import Bench, StepFigure
@@ -108,13 +108,23 @@ def run(
         str | None, typer.Option("--output", "-o", metavar="DIR", help="Write to this folder, not output.path.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace what the output folder holds.")] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Compute results again that are errors, of a finished job too.")
+    ] = False,
+    reuse: Annotated[
+        bool,
+        typer.Option("--reuse", help="After an edit: keep the folder's answers that would be the same, drop the rest."),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show neither progress nor summary.")] = False,
 ) -> None:
     """Run a job, or go on with it where it was stopped."""
+    if fresh and (retry_errors or reuse):
+        raise SpecError("--fresh replaces everything; it goes neither with --retry-errors nor with --reuse")
+    how = {"fresh": fresh, "retry_errors": retry_errors, "reuse": reuse}
     overrides = _overrides(sets, limit, output)
     job = _load(spec, overrides)
     again = _command(spec, sets, limit, output)
-    summary = _run_job(job, fresh, quiet, again)
+    summary = _run_job(job, how, quiet, again)
     report = None if summary.interrupted or summary.already_done else _try_report(summary.output_dir)
     if not quiet:
         _show_summary(summary, report)
@@ -125,7 +135,7 @@ def run(
         raise typer.Exit(ROWS_FAILED)
 
 
-def _run_job(job: "JobSpec", fresh: bool, quiet: bool, again: str) -> "JobSummary":
+def _run_job(job: "JobSpec", how: dict[str, bool], quiet: bool, again: str) -> "JobSummary":
     from batchgen.progress import make_listener
     from batchgen.runner import run_job
 
@@ -133,7 +143,7 @@ def _run_job(job: "JobSpec", fresh: bool, quiet: bool, again: str) -> "JobSummar
     progress = make_listener(quiet)
     try:
         with _signals_to(stop):
-            return run_job(job, fresh=fresh, progress=progress, stop=stop)
+            return run_job(job, progress=progress, stop=stop, **how)
     except KeyboardInterrupt:
         progress.close()
         print(f"stopped at once; what was written is kept. To go on, run: {again}", file=sys.stderr)

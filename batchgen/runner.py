@@ -1,5 +1,6 @@
 """A job from its spec to its results: the loop over the one-way path, and going on after an interruption."""
 
+import json
 import os
 import platform
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from batchgen import __version__
 from batchgen.calibration import Calibration, Machine, learn, measured_run, read_calibration, this_machine
@@ -26,6 +28,7 @@ from batchgen.errors import InputError, OutputError, TooManyErrors
 from batchgen.head_start import Reading, head_rows
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
+from batchgen.io.reuse import ASKED, take_over
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable, open_table
 from batchgen.io.writer import JobWriter
@@ -68,8 +71,20 @@ class JobSummary:
     already_done: bool = False
 
 
-def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Callable[[], bool]) -> JobSummary:
-    """Run a job, or what is left of it. `stop` is asked after every step; what is finished by then is kept."""
+def run_job(
+    spec: JobSpec,
+    *,
+    fresh: bool,
+    progress: ProgressListener,
+    stop: Callable[[], bool],
+    retry_errors: bool = False,
+    reuse: bool = False,
+) -> JobSummary:
+    """Run a job, or what is left of it. `stop` is asked after every step; what is finished by then is kept.
+
+    `retry_errors` computes this job's failed results again. `reuse` takes over what another job left in the output
+    directory and this one would compute again.
+    """
     started = time.perf_counter()
     table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
     check_columns(table.schema, spec.output.columns, spec.output.prefix)
@@ -80,7 +95,7 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
     PromptReader(spec, model.tokenizer, model.chat).check(table)
     check_places(spec, table)
     identity = _identity(spec, table, sha256, numerics)
-    with Checkpoint.open(spec.output.path, identity, fresh=fresh) as checkpoint:
+    with Checkpoint.open(spec.output.path, identity, fresh, retry_errors=retry_errors, reuse=reuse) as checkpoint:
         if checkpoint.state == "finished":
             return _finished_summary(spec, checkpoint)
         if checkpoint.state == "resumed":
@@ -94,11 +109,16 @@ def run_job(spec: JobSpec, *, fresh: bool, progress: ProgressListener, stop: Cal
             with ExitStack() as stack:
                 stack.callback(device.backend.close)
                 reading = None
-                if head_rows(spec.engine, table):
+                if head_rows(spec.engine, table) and checkpoint.state != "kept":
                     job = read(MemoryStore(), part="head")
                     reading = stack.enter_context(Reading(lambda on_rows: read(scratch, on_rows)))
                 else:
                     job = read(scratch, reading_progress(progress, table, started))
+                if checkpoint.state == "kept":
+                    reused, there = take_over(checkpoint, _asked(job, checkpoint.identity))
+                    progress.message(
+                        f"reused {reused:,} of {job.prompts.samples.sum():,} results ({there:,} were there)"
+                    )
                 plan_seconds = time.perf_counter() - planning
                 if (tiers := _open_tiers(job, sha256, progress)) is not None:
                     stack.callback(tiers.close)
@@ -160,6 +180,26 @@ def _bits(numerics: Numerics) -> dict[str, str | bool]:
         "weights": "bf16 or native" if numerics.weights in ("bf16", "native") else numerics.weights,  # the same bits
         "kv_dtype": numerics.kv_dtype,
     }
+
+
+def _requests(job: PreparedJob, identity: dict[str, Any]) -> Iterator[Request]:
+    """All requests of the plan. Their hashes tell models and arithmetic apart, not what a spec says or where it is."""
+    prompts, sharing = job.prompts, job.spec.engine.prefix_sharing
+    root = json.dumps({name: value for name, value in sorted(identity.items()) if name not in ("spec", "input")})
+    wish = prompts.wishes.__getitem__
+    return make_requests(prompts.table, job.plan, job.order, wish, sharing=sharing, root=root.encode())
+
+
+def _asked(job: PreparedJob, identity: dict[str, Any]) -> pl.DataFrame:
+    """The results that the requests want, for `take_over`."""
+    requests, frames = _requests(job, identity), [pl.DataFrame(schema=ASKED)]
+    while chunk := list(islice(requests, DONE_CHUNK)):
+        samples = [sample for request in chunk for sample in request.samples]
+        wanted = [(*target, sample.request_hash, 0) for sample in samples for target in sample.targets]
+        frames.append(pl.DataFrame(wanted, ASKED, orient="row"))
+    asked = pl.concat(frames)
+    places = np.searchsorted(job.prompts.row_index, asked["row_index"].to_numpy())
+    return asked.with_columns(truncated_tokens=pl.Series(job.prompts.truncated[places], dtype=pl.Int32))
 
 
 def _open_tiers(job: PreparedJob, sha256: str, progress: ProgressListener) -> CacheTiers | None:
@@ -304,9 +344,7 @@ class _Run:
 
     def _requests(self) -> Iterator[Request]:
         """The plan's requests without the answers that are there already."""
-        prompts, sharing = self._job.prompts, self._job.spec.engine.prefix_sharing
-        plan, order, wish = self._job.plan, self._job.order, prompts.wishes.__getitem__
-        requests = make_requests(prompts.table, plan, order, wish, sharing=sharing)
+        requests = _requests(self._job, self._checkpoint.identity)
         return self._left_of(requests) if len(self._checkpoint.done) or self._first_row else requests
 
     def _left_of(self, requests: Iterator[Request]) -> Iterator[Request]:
@@ -423,7 +461,6 @@ class _Run:
         job, figures = self._job, self._figures
         assert figures is not None, "a job is finished when all rows are read"
         return {
-            "started": self._checkpoint.started.isoformat(),
             "spec": job.spec.model_dump(mode="json"),
             "spec_hash": job.spec.result_hash(),
             "threads": thread_count(job.spec.engine),
@@ -445,6 +482,7 @@ TOTAL_COUNTS = (
     "computed_prompt_tokens",
     "restored_prompt_tokens",
     "generated_tokens",
+    "reused_results",
 )
 
 

@@ -66,7 +66,7 @@ def make_spec(tmp_path: Path, model_path: Path) -> Callable[..., JobSpec]:
 def run() -> Callable[..., JobSummary]:
     """`run(spec)`: runs a job in this process; `stop` as in `run_job`."""
 
-    def run(spec: JobSpec, stop: Callable[[], bool] = lambda: False, fresh: bool = False) -> JobSummary:
-        return run_job(spec, fresh=fresh, progress=SilentProgress(), stop=stop)
+    def run(spec: JobSpec, stop: Callable[[], bool] = lambda: False, fresh: bool = False, **how: bool) -> JobSummary:
+        return run_job(spec, fresh=fresh, progress=SilentProgress(), stop=stop, **how)
 
     return run

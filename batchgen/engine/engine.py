@@ -172,7 +172,7 @@ class Engine:
         reason: FinishReason = "error" if failure else "length"
         for row, number in sample.targets:
             output = RequestOutput(row, number, reason, None if failure else "", error=failure)
-            output.num_prompt_tokens = len(request.prompt_token_ids)
+            output.request_hash, output.num_prompt_tokens = sample.request_hash, len(request.prompt_token_ids)
             output.arrived_ns = output.scheduled_ns = output.first_token_ns = output.finished_ns = now
             self._ready.append(output)
 
@@ -257,6 +257,7 @@ class Engine:
                 first_token_ns=sequence.token_times[0],
                 finished_ns=now,
                 error=failure,
+                request_hash=sequence.sample.request_hash,
             )
             for target in sequence.sample.targets
             for row, number in [target]

@@ -1,9 +1,12 @@
 """Requests of a plan, made as they are asked for."""
 
+import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchgen.engine.planner import PrefixPlan
 from batchgen.engine.prompt_table import PromptTable
@@ -24,18 +27,24 @@ class RowWish:
 
 
 def make_requests(
-    table: PromptTable, plan: PrefixPlan, order: RunOrder, wish: Callable[[int], RowWish], *, sharing: bool = True
+    table: PromptTable,
+    plan: PrefixPlan,
+    order: RunOrder,
+    wish: Callable[[int], RowWish],
+    *,
+    sharing: bool = True,
+    root: bytes = b"",
 ) -> Iterator[Request]:
     """The requests in their order; `wish` is asked once per position of the table.
 
     Equal prompts become one request. Without `sharing` every answer is a request of its own, with the same random
-    numbers as it has with sharing.
+    numbers as it has with sharing. A sample's `request_hash` is 32 hex digits, equal for equal answers: of `root` (the
+    model and the arithmetic), the prompt's tokens, the parameters and the sample number, not of where its rows stand.
     """
     for begin, end, lane in _places(order):
         members = plan.order[begin:end].tolist()
-        request = Request(
-            table.prompt(members[0]), _join_samples(table, members, wish), lane, _shared_tokens(plan, begin, end)
-        )
+        prompt, samples = table.prompt(members[0]), _join_samples(table, members, wish)
+        request = Request(prompt, _hashed(samples, prompt, root), lane, _shared_tokens(plan, begin, end))
         if sharing:
             yield request
         else:
@@ -68,3 +77,25 @@ def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], 
             number = 0 if params.greedy else first + k
             targets.setdefault((params, number), []).append((row, k))
     return tuple(Sample(params, tuple(rows), number) for (params, number), rows in targets.items())
+
+
+def _hashed(samples: tuple[Sample, ...], prompt: NDArray[np.int32], root: bytes) -> tuple[Sample, ...]:
+    common = hashlib.blake2b(root, digest_size=16)
+    common.update(prompt.astype("<i4").tobytes())
+    hashed = []
+    for sample in samples:
+        digest = common.copy()
+        digest.update(repr(_asked(sample)).encode())
+        hashed.append(replace(sample, request_hash=digest.hexdigest()))
+    return tuple(hashed)
+
+
+NOT_ASKED = {"params", "targets", "request_hash", "rng_key", "room"}
+"""Fields of a sample that are no part of what it asks for, or hashed by themselves."""
+
+
+def _asked(sample: Sample) -> list[tuple[str, Any]]:
+    """What a sample asks for, without defaults, so that a new parameter changes nobody's hash."""
+    params: list[tuple[Any, Field[Any]]] = [(sample.params, f) for f in fields(sample.params)]
+    others = [(sample, f) for f in fields(sample) if f.name not in NOT_ASKED]
+    return [(f.name, getattr(of, f.name)) for of, f in params + others if getattr(of, f.name) != f.default]

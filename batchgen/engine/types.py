@@ -60,6 +60,7 @@ class Sample:
     sample_number: int = 0
     rng_key: int = 0  # filled in by the engine, see `sampler.random_key`
     room: int = 1  # tokens that may be generated, filled in by the engine, see `Admission.room`
+    request_hash: str = ""  # see `requests.make_requests`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +93,7 @@ class RequestOutput:
     (float32), `token_steps` (int32, engine step) and `token_times` (int64) run parallel to it. `text` has no end
     token and is cut before a stop string. `num_cached_tokens` counts prompt tokens whose KV came from another row or
     from a tier below the device; `num_restored_tokens` are the latter. `truncated_tokens` were cut off the prompt.
+    `request_hash`: equal for equal answers, None where there was nothing to ask.
     """
 
     row_index: int
@@ -112,6 +114,7 @@ class RequestOutput:
     error: RowFailure | None = None
     num_restored_tokens: int = 0
     truncated_tokens: int = 0
+    request_hash: str | None = None
 
     @property
     def cumulative_logprob(self) -> float:

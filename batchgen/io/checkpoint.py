@@ -5,10 +5,14 @@
         lock               held by the living process
         parts/             results, timings and steps in the order they were made
         manifest.jsonl     the parts that count
+        next.jsonl         the parts that will count in the job that takes over from the one that is there
         deliver/, runs/    files in the making
 
 A part's files are written under temporary names, made durable and renamed before their manifest line is written, so
 whatever is not in the manifest never happened.
+
+A job may take results over from the one that the directory holds (see `reuse`). They are parts of its own, entered in
+next.jsonl, before job.json names it (state "taking over"); only then is what the other job left removed.
 """
 
 import fcntl
@@ -23,6 +27,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -31,9 +36,9 @@ from batchgen.io.files import output_errors, remove, sync_directory, write_atomi
 from batchgen.io.manifest import Manifest, Part
 from batchgen.io.schemas import SCHEMAS
 
-State = Literal["new", "resumed", "finished"]
+State = Literal["new", "resumed", "kept", "finished"]
 
-_JOB_FORMAT = 2
+_JOB_FORMAT = 3
 _MARK = "batchgen_job"
 _OWN_NAMES = (*SCHEMAS, "report.html")
 _SAMPLE_BITS = 20  # a result's key is row_index << 20 | sample_index
@@ -51,11 +56,17 @@ def split_key(key: int) -> tuple[int, int]:
     return int(key) >> _SAMPLE_BITS, int(key) & ((1 << _SAMPLE_BITS) - 1)
 
 
+def split_keys(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """row_index and sample_index of many keys."""
+    return keys >> _SAMPLE_BITS, (keys & ((1 << _SAMPLE_BITS) - 1)).astype(np.int32)
+
+
 class Checkpoint:
     """The working state of one output directory, held by this process until `close` or `finish`.
 
-    Opened by `Checkpoint.open`; usable as a context manager. `state` says what was found: "new", "resumed", or
-    "finished", in which case there is nothing to do and nothing may be committed.
+    Opened by `Checkpoint.open`; usable as a context manager. `state` says what was found: "new", "resumed", "kept"
+    (results to choose from: commit those that stay, then `take_over`), or "finished", in which case there is nothing to
+    do and nothing may be committed.
     """
 
     def __init__(self, directory: Path, identity: dict[str, Any], state: State, lock: IO[bytes] | None):
@@ -63,24 +74,36 @@ class Checkpoint:
         self.identity = identity
         self.state = state
         self._lock = lock
-        self._manifest = Manifest(self.work / "manifest.jsonl")
-        self._earlier = self.parts
+        there = Manifest(self.work / "manifest.jsonl")
+        self._next_number = there.parts[-1].number + 1 if there.parts else 0
+        self._earlier = there.parts
+        self._manifest = Manifest(self.work / "next.jsonl") if state == "kept" else there
 
     @classmethod
-    def open(cls, directory: str | Path, identity: dict[str, Any], fresh: bool = False) -> "Checkpoint":
+    def open(
+        cls,
+        directory: str | Path,
+        identity: dict[str, Any],
+        fresh: bool = False,
+        *,
+        retry_errors: bool = False,
+        reuse: bool = False,
+    ) -> "Checkpoint":
         """Opens or creates the output directory for the job that `identity` (JSON values) describes.
 
-        `fresh` replaces whatever job is there. Raises OutputError when the directory is a file or a link, holds
-        something else than a batchgen job, holds another job, is used by a living process, or cannot be written.
+        `fresh` replaces whatever job is there; `retry_errors` keeps the answers of this very job, `reuse` also those of
+        another one (state "kept"). Raises OutputError when the directory is a file or a link, holds something else than
+        a batchgen job, holds another job, is used by a living process, or cannot be written.
         """
         directory, identity = Path(directory), json.loads(json.dumps(identity))
         with output_errors(directory):
             _check_directory(directory)
-            if not fresh and _is_delivered(directory, identity):
+            if not fresh and not retry_errors and _is_delivered(directory, identity):
                 return cls(directory, identity, "finished", None)
             lock = _acquire(directory / ".work")
             try:
-                checkpoint = cls(directory, identity, _prepare(directory, identity, fresh), lock)
+                state = _prepare(directory, identity, fresh, retry_errors, reuse)
+                checkpoint = cls(directory, identity, state, lock)
                 checkpoint._check_parts()
                 return checkpoint
             except BaseException:
@@ -156,17 +179,45 @@ class Checkpoint:
         totals: Mapping[str, int] | None = None,
     ) -> None:
         """Makes a part of the tables (keys of `SCHEMAS`) durable, all or nothing. Raises OutputError if it cannot."""
-        number = self.parts[-1].number + 1 if self.parts else 0
+        number = self._next_number
         with output_errors(self.directory):
             sizes = dict(
                 self._write(_file_name(kind, number), table) for kind, table in tables.items() if table.num_rows
             )
             self._manifest.append(Part(number, sizes, end_step, end_ns, totals or {}))
+            self._next_number += 1
+
+    def kept_files(self, kind: str) -> list[Path]:
+        """In state "kept": the files to choose from, of a finished job or the parts of an unfinished one."""
+        job = read_job(self.directory) or {}
+        return (
+            _delivered_files(self.directory, kind) if job["state"] == "finished" else self._paths(kind, self._earlier)
+        )
+
+    @property
+    def kept_prefix(self) -> str:
+        """What stands before the names of the columns of `kept_files("results")`."""
+        return _prefix_of(read_job(self.directory) or {})
+
+    @property
+    def kept_same(self) -> bool:
+        """Whether they are of this very job."""
+        return bool((read_job(self.directory) or {}).get("identity") == self.identity)
+
+    def take_over(self) -> None:
+        """In state "kept", with at least one part committed: go on from these parts, and remove what else is there."""
+        with output_errors(self.directory):
+            _write_job(self.directory, "taking over", self.identity, {"started": self.started.isoformat()})
+            _complete(self.directory)
+            self.state = "resumed"
+            self._manifest = Manifest(self.work / "manifest.jsonl")
+            self._earlier = self.parts
+            self._check_parts()
 
     def finish(self, job: Mapping[str, Any]) -> None:
         """Marks the delivered job as finished in job.json, together with `job`, then removes the working state."""
         with output_errors(self.directory):
-            _write_job(self.directory, "finished", self.identity, job)
+            _write_job(self.directory, "finished", self.identity, {"started": self.started.isoformat(), **job})
             self.state = "finished"
             _remove_work(self.work)
         self.close()
@@ -188,7 +239,7 @@ class Checkpoint:
             return self.close()
         directory = self.work / "parts"
         directory.mkdir(exist_ok=True)
-        known = {name: size for part in self.parts for name, size in part.files.items()}
+        known = {name: size for part in self._earlier for name, size in part.files.items()}
         found = {path.name: path for path in directory.iterdir()}
         for name in found.keys() - known.keys():
             remove(found[name])
@@ -245,21 +296,64 @@ def _is_delivered(directory: Path, identity: dict[str, Any]) -> bool:
     return finished and not (directory / ".work").exists()
 
 
-def _prepare(directory: Path, identity: dict[str, Any], fresh: bool) -> State:
+def _prepare(
+    directory: Path, identity: dict[str, Any], fresh: bool, retry_errors: bool = False, reuse: bool = False
+) -> State:
     """With the lock held: brings the directory into the state that it returns."""
     for name in ("deliver", "runs", "job.json.tmp"):
         remove(directory / ".work" / name)
     job = read_job(directory)
+    if job is not None and job.get("state") == "taking over" and not fresh:
+        _complete(directory)
+        job = read_job(directory)
+    remove(directory / ".work" / "next.jsonl")
     empty = job is not None and job.get("state") == "running" and not Manifest(directory / ".work/manifest.jsonl").parts
-    if job is None or fresh or empty or (job.get("state") == "replaced" and job.get("identity") == identity):
+    same = job is not None and job.get("identity") == identity
+    if job is None or fresh or empty or (job.get("state") == "replaced" and (same or reuse)):
         _start(directory, identity)
         return "new"
-    if job.get("identity") != identity:
+    if not same and not reuse:
         raise OutputError(
             f"output {directory} holds another job ({_differences(job.get('identity'), identity)}); "
-            "choose another directory, or replace it with --fresh"
+            "choose another directory, keep the answers that are the same with --reuse, or replace it with --fresh"
         )
+    if not same or (retry_errors and _has_errors(directory, job)):
+        if job.get("state") == "finished":
+            _clear_work(directory / ".work")  # the process died between its finished mark and this
+        return "kept"
     return _resume(directory, job)
+
+
+def _has_errors(directory: Path, job: dict[str, Any]) -> bool:
+    finished, work = job.get("state") == "finished", directory / ".work"
+    parts = [work / "parts" / name for part in Manifest(work / "manifest.jsonl").parts for name in part.files]
+    results = [path for path in parts if path.name.startswith("results-")]
+    name = _prefix_of(job) + "finish_reason" if finished else "finish_reason"
+    return any(
+        pc.any(pc.equal(pq.read_table(path, columns=[name], partitioning=None)[name], "error")).as_py()
+        for path in (_delivered_files(directory, "results") if finished else results)
+    )
+
+
+def _delivered_files(directory: Path, kind: str) -> list[Path]:
+    return sorted((directory / kind).glob("part-*.parquet"))
+
+
+def _prefix_of(job: dict[str, Any]) -> str:
+    """What stands before the names of its results' columns; nothing before it is finished."""
+    return str(job["spec"]["output"]["prefix"]) if job.get("state") == "finished" and "spec" in job else ""
+
+
+def _complete(directory: Path) -> None:
+    """Lets the job that is taking over have the directory; may be killed and called again."""
+    job, work = read_job(directory) or {}, directory / ".work"
+    if (work / "next.jsonl").exists():
+        os.replace(work / "next.jsonl", work / "manifest.jsonl")
+        sync_directory(work)
+    for name in _OWN_NAMES:
+        remove(directory / name)
+    sync_directory(directory)
+    _write_job(directory, "running", job["identity"], {"started": job["started"]})
 
 
 def _start(directory: Path, identity: dict[str, Any]) -> None:

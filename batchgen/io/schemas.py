@@ -19,6 +19,7 @@ RESULTS = pa.schema(
         ("queued_s", pa.float64()),
         ("prefill_s", pa.float64()),
         ("decode_s", pa.float64()),
+        ("request_hash", pa.string()),
     ]
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchgen.engine.types import RequestOutput, StepRecord
@@ -68,8 +69,10 @@ class JobWriter:
         tables = {"results": results_table(self._outputs), "steps": steps}
         if self._timings:
             tables["timings"] = timings
-        end_step, end_ns = _end(timings, steps)
-        self._checkpoint.commit(tables, end_step=end_step, end_ns=end_ns, totals=_totals(self._outputs, self._steps))
+        restored = sum(output.num_restored_tokens for output in self._outputs)
+        totals = results_totals(tables["results"]) | steps_totals(steps) | {"restored_prompt_tokens": restored}
+        end_step, end_ns = part_end(timings, steps)
+        self._checkpoint.commit(tables, end_step=end_step, end_ns=end_ns, totals=totals)
         self._outputs, self._steps = [], []
         return True
 
@@ -85,7 +88,10 @@ def results_table(outputs: Sequence[RequestOutput]) -> pa.Table:
             name: _numbers(outputs, name, np.int32)
             for name in ("sample_index", "num_prompt_tokens", "num_cached_tokens", "truncated_tokens")
         },
-        **{name: [getattr(output, name) for output in outputs] for name in ("text", "finish_reason", "stop_reason")},
+        **{
+            name: [getattr(output, name) for output in outputs]
+            for name in ("text", "finish_reason", "stop_reason", "request_hash")
+        },
         "row_index": _numbers(outputs, "row_index", np.int64),
         "token_ids": _token_lists(outputs),
         "num_generated_tokens": _lengths(outputs).astype(np.int32),
@@ -144,7 +150,7 @@ def _seconds(start: NDArray[np.int64], end: NDArray[np.int64], known: NDArray[np
     return pa.array((end - start) / _NS, mask=~known)
 
 
-def _end(timings: pa.Table, steps: pa.Table) -> tuple[int, int]:
+def part_end(timings: pa.Table, steps: pa.Table) -> tuple[int, int]:
     """The first step number and the first nanosecond behind everything in the part."""
     times, numbers = timings["t_ns"].to_numpy(), timings["step"].to_numpy()
     step_ends = steps["start_ns"].to_numpy() + steps["duration_ns"].to_numpy()
@@ -153,17 +159,25 @@ def _end(timings: pa.Table, steps: pa.Table) -> tuple[int, int]:
     return int(end_step), int(end_ns)
 
 
-def _totals(outputs: Sequence[RequestOutput], steps: Sequence[StepRecord]) -> dict[str, int]:
-    """Countable things of a part; rows and prompts are counted at their first sample."""
-    first = [output for output in outputs if output.sample_index == 0]
+def results_totals(results: pa.Table) -> dict[str, int]:
+    """Countable things; rows and prompts are counted at their first sample."""
+    first = results.filter(pc.equal(results["sample_index"], 0))
     return {
-        "rows": len(first),
-        "failed_rows": sum(output.finish_reason == "error" for output in first),
-        "results": len(outputs),
-        "prompt_tokens": sum(output.num_prompt_tokens for output in first),
-        "generated_tokens": sum(len(output.token_ids) for output in outputs),
-        "restored_prompt_tokens": sum(output.num_restored_tokens for output in outputs),
-        "computed_prompt_tokens": sum(record.num_prefill_tokens for record in steps),
-        "steps": len(steps),
-        "step_ns": sum(record.duration_ns for record in steps),
+        "rows": first.num_rows,
+        "failed_rows": _sum(pc.equal(first["finish_reason"], "error")),
+        "results": results.num_rows,
+        "prompt_tokens": _sum(first["num_prompt_tokens"]),
+        "generated_tokens": _sum(results["num_generated_tokens"]),
     }
+
+
+def steps_totals(steps: pa.Table) -> dict[str, int]:
+    return {
+        "computed_prompt_tokens": _sum(steps["num_prefill_tokens"]),
+        "steps": steps.num_rows,
+        "step_ns": _sum(steps["duration_ns"]),
+    }
+
+
+def _sum(column: pa.ChunkedArray) -> int:
+    return int(pc.sum(column).as_py() or 0)
