@@ -7,8 +7,9 @@ from typing import Any
 import polars as pl
 import pytest
 
-from batchgen import cli
+from batchgen import cli, runner
 from batchgen.errors import OutputError
+from batchgen.kernels.cpu.backend import CpuBackend
 from batchgen.runner import run_job
 from tests.test_job import after, answers, job, results
 
@@ -150,3 +151,56 @@ def test_fresh_goes_with_neither(make: Make, tmp_path: Path, capsys) -> None:
     for option in ("--reuse", "--retry-errors"):
         assert cli.main(["run", str(tmp_path / "first.yaml"), "--fresh", option]) == 2
         assert "--fresh replaces everything" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_errors_are_computed_again_and_nothing_else(
+    make: Make, run, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """A row whose step fails in the backend, beside one that can never be answered."""
+    spec, sound = make("first", ROWS, n=2), make("sound", ROWS, n=2)
+    run(sound)
+    evil = results(sound)["token_ids"][4][0]  # the first token that row 2 is answered with
+    compute = CpuBackend.run
+
+    def broken(self: CpuBackend, batch: Any) -> Any:
+        if (batch.input_ids == evil).any():
+            raise ValueError("unlucky")
+        return compute(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuBackend, "run", broken)
+        if finished:
+            assert run(spec).failures == {"prompt_missing": 1, "internal_error": 1}
+        else:
+            patch.setattr(runner, "deliver", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(spec)
+    before = results(spec) if finished else None
+    assert run(spec, retry_errors=True).failures == {"prompt_missing": 1}
+    assert answers(spec) == answers(sound)
+    assert job(spec)["totals"]["reused_results"] == 10
+    check_timings(spec)
+    if before is not None:
+        assert before["error"].struct.field("code").to_list()[4:6] == ["internal_error"] * 2
+        others = pl.col("row_index") != 2
+        assert results(spec).filter(others).equals(before.filter(others))
+
+
+def interrupt(*arguments: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_retrying_where_there_are_no_errors_does_nothing(make: Make, run) -> None:
+    spec = make("first", ["one", "two"])
+    run(spec)
+    part = Path(spec.output.path) / "results" / "part-00000.parquet"
+    before = part.stat()
+    assert run(spec, retry_errors=True).already_done
+    assert part.stat() == before
+
+
+def test_retrying_is_for_the_same_job(make: Make, run) -> None:
+    run(make("first", ROWS))
+    with pytest.raises(OutputError, match="holds another job"):
+        run(edited(make, "first", ROWS[:2]), retry_errors=True)

@@ -8,12 +8,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.engine.batch import build_batch
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.cache_tiers import CacheTiers
+from batchgen.engine.isolation import NOT_OF_A_ROW, StepOutcome, StepRunner, internal_error
 from batchgen.engine.planner import Admission
 from batchgen.engine.sampler import Sampler, random_key
-from batchgen.engine.scheduler import Scheduler, Sequence, StepPlan
+from batchgen.engine.scheduler import ScheduledSequence, Scheduler, Sequence, StepPlan
 from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, StepRecord
 from batchgen.errors import RowErrorCode
 from batchgen.kernels.base import Backend
@@ -59,8 +59,8 @@ class StopWatcher:
 class Engine:
     """`submit` requests in the order of their plan, `step` while `has_work`; a step returns the answers it finished.
 
-    Bad requests come back as answers with `finish_reason="error"`. Times are nanoseconds of `clock`. `tiers` keep
-    prefixes below the device; they are the caller's to close.
+    Bad requests, and those whose computation fails, come back as answers with `finish_reason="error"`. Times are
+    nanoseconds of `clock`. `tiers` keep prefixes below the device; they are the caller's to close.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Engine:
             prefill_first=limits.prefill_first,
             tiers=tiers,
         )
-        self._sampler = Sampler(detokenizer.eos_token_ids)
+        sampler = Sampler(detokenizer.eos_token_ids)
+        self._runner = StepRunner(backend, sampler, limits.page_size, limits.prefix_sharing, clock)
         self._step = 0
         self._ready: list[RequestOutput] = []
         self._watchers: dict[int, StopWatcher] = {}
@@ -113,38 +114,37 @@ class Engine:
                 self._tiers.expect(prompt)
 
     def step(self) -> tuple[list[RequestOutput], StepRecord | None]:
-        """Run one step; returns finished answers and what the step did (None when there was nothing to run)."""
+        """Run one step; returns finished answers and what the step did (None when nothing was computed)."""
         outputs, self._ready = self._ready, []
         if not self.scheduler.has_work:
             return outputs, None
         start = self._clock()
         plan = self.scheduler.schedule(start)
         self._restore(plan)
-        sampling = self._sampler.prepare(plan)
-        batch = build_batch(plan, sampling, self._limits.page_size, self._limits.prefix_sharing)
-        scheduled = self._clock()
-        result = self._backend.run(batch)
-        computed = self._clock()
-        self._offer(plan)
+        outcome = self._runner.run(plan)
+        parts, scheduled, computed = outcome.scheduled, outcome.started_ns, self._clock()
+        self._offer(parts)
         pages = self.blocks.num_used
-        prefill = sum(s.num_prompt_tokens for s in plan.scheduled)
-        prefill_context, decode_context = map(sum, zip(*(s.context for s in plan.scheduled), strict=True))
-        outputs += self._update(sampling.draws, result.token_ids.tolist(), result.logprobs.tolist(), computed)
+        tokens, prefill = sum(s.count for s in parts), sum(s.num_prompt_tokens for s in parts)
+        contexts = [s.context for s in parts]
+        outputs += self._update(outcome, computed)
+        if not parts:
+            return outputs, None
         end = self._clock()
         record = StepRecord(
             step=self._step,
             start_ns=start,
             duration_ns=end - start,
             num_prefill_tokens=prefill,
-            num_decode_tokens=plan.num_tokens - prefill,
-            num_seqs=len(plan.scheduled),
+            num_decode_tokens=tokens - prefill,
+            num_seqs=len(parts),
             pages_used=pages,
             schedule_ns=scheduled - start,
             forward_ns=computed - scheduled,
             sample_ns=end - computed,
             write_ns=0,
-            num_prefill_context=prefill_context,
-            num_decode_context=decode_context,
+            num_prefill_context=sum(prompt for prompt, _ in contexts),
+            num_decode_context=sum(others for _, others in contexts),
         )
         self._step += 1
         return outputs, record
@@ -157,12 +157,12 @@ class Engine:
                 self._backend.write_page(page, data)
             self._tiers.hold(part.sequence.request.prompt_token_ids, part.first, part.pages)
 
-    def _offer(self, plan: StepPlan) -> None:
+    def _offer(self, parts: list[ScheduledSequence]) -> None:
         """Tell the tiers below of the pages that the step has filled with what several requests share."""
         if self._tiers is None:
             return
         size = self._limits.page_size
-        for part in plan.scheduled:
+        for part in parts:
             request = part.sequence.request
             first, end = part.start // size, min(part.start + part.count, request.shared_tokens) // size
             if first < end:
@@ -176,15 +176,37 @@ class Engine:
             output.arrived_ns = output.scheduled_ns = output.first_token_ns = output.finished_ns = now
             self._ready.append(output)
 
-    def _update(
-        self, draws: list[tuple[Sequence, Sample]], tokens: list[int], logprobs: list[float], now: int
-    ) -> list[RequestOutput]:
+    def _update(self, outcome: StepOutcome, now: int) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
-        for sequence, token, logprob in zip(self._forked(draws), tokens, logprobs, strict=True):
-            self.scheduler.append_token(sequence, token, logprob, self._step, now)
-            outputs += self._finish_if_done(sequence, token, now)
+        for ran in outcome.ran:
+            tokens, logprobs = ran.result.token_ids.tolist(), ran.result.logprobs.tolist()
+            for sequence, token, logprob in zip(self._forked(ran.sampling.draws), tokens, logprobs, strict=True):
+                self.scheduler.append_token(sequence, token, logprob, self._step, now)
+                outputs += self._try_to_finish(sequence, token, now)
+        outputs += self._give_up(outcome, now)
         self.scheduler.end_step()
         return outputs
+
+    def _give_up(self, outcome: StepOutcome, now: int) -> list[RequestOutput]:
+        """Answer those that cannot be computed, and compute those anew that are held up by them."""
+        outputs: list[RequestOutput] = []
+        if outcome.failed:
+            self.scheduler.abandon([sequence for sequence, _ in outcome.failed], outcome.held_up)
+        for sequence, failure in outcome.failed:
+            if sequence.sample is not None:
+                outputs += self._outputs(sequence, "error", None, None, now, failure)
+                continue
+            for sample in sequence.request.samples:
+                self._answer_at_once(sequence.request, sample, failure, now)
+        return outputs
+
+    def _try_to_finish(self, sequence: Sequence, token: int, now: int) -> list[RequestOutput]:
+        try:
+            return self._finish_if_done(sequence, token, now)
+        except NOT_OF_A_ROW:
+            raise
+        except Exception as error:  # in its text or stop strings
+            return self._finish(sequence, "error", None, now, internal_error(error))
 
     def _forked(self, draws: list[tuple[Sequence, Sample]]) -> list[Sequence]:
         """The sequence of each draw; a prompt that has just been computed becomes one sequence per sample."""
@@ -231,11 +253,22 @@ class Engine:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop: str | None, now: int, failure: RowFailure | None = None
     ) -> list[RequestOutput]:
-        assert sequence.sample is not None
+        text = None if failure else self._text(sequence, reason, stop)
         self.scheduler.finish(sequence)
-        watcher = self._watchers.pop(id(sequence), None)
+        return self._outputs(sequence, reason, text, stop, now, failure)
+
+    def _outputs(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        text: str | None,
+        stop: str | None,
+        now: int,
+        failure: RowFailure | None,
+    ) -> list[RequestOutput]:
+        assert sequence.sample is not None
+        self._watchers.pop(id(sequence), None)
         ids = sequence.generated.copy()
-        text = watcher.text if stop is not None and watcher else self._text(ids, reason)
         first = sequence.request.samples[0].targets[0]  # the others found the whole prompt computed
         times, steps = np.array(sequence.token_times, np.int64), np.array(sequence.token_steps, np.int32)
         return [
@@ -243,7 +276,7 @@ class Engine:
                 row_index=row,
                 sample_index=number,
                 finish_reason=reason,
-                text=None if failure else text,
+                text=text,
                 stop_reason=stop,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens if target == first else sequence.num_prompt_tokens,
@@ -263,7 +296,10 @@ class Engine:
             for row, number in [target]
         ]
 
-    def _text(self, ids: NDArray[np.int32], reason: FinishReason) -> str:
+    def _text(self, sequence: Sequence, reason: FinishReason, stop: str | None) -> str:
+        if stop is not None:
+            return self._watchers[id(sequence)].text
+        ids = sequence.generated
         ended = reason == "stop" and len(ids) and int(ids[-1]) in self._detokenizer.eos_token_ids
         return self._detokenizer.decode(ids[:-1] if ended else ids)
 

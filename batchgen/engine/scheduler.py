@@ -556,6 +556,17 @@ class Scheduler:
         if self._late.pop(id(sequence), None) is None:
             self._leave(sequence)
 
+    def abandon(self, failed: list[Sequence], held_up: list[Sequence]) -> None:
+        """Take out those that a step could not compute, and set those back that need what these should have computed.
+
+        Nothing is kept for requests to come: some of it is not there.
+        """
+        self.drop_frontiers()
+        for sequence in failed:
+            self._leave(sequence)
+        for sequence in reversed(held_up):
+            self._preempt(sequence)
+
     def end_step(self) -> None:
         """The step's copies have been made: let go of their sources. Samples without a seat queue up first."""
         self.blocks.release(self._copy_sources)

@@ -22,6 +22,7 @@ from batchgen.engine.requests import RowWish, make_requests
 from batchgen.engine.run_order import plan_order
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.types import Request, RequestOutput, StepRecord
+from batchgen.errors import BatchgenError
 from batchgen.kernels.base import StepBatch, StepResult
 
 POISON = -7
@@ -80,11 +81,17 @@ def prefix_hashes(tokens: NDArray[np.int32]) -> NDArray[np.uint64]:
     return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * factors, dtype=np.uint64) | np.uint64(1)
 
 
+class BrokenContract(BatchgenError, AssertionError):
+    """What a backend is asked to do makes no sense; the engine must not take it for the fault of a row."""
+
+
 class MockBackend:
     """The `run` of a backend whose KV cache remembers, per slot, token, position and a hash of the prefix.
 
     As in a real one, a step clears pages, writes its tokens, makes the copies, and then every sequence reads its whole
-    context through its block table. Whatever it finds that is not exactly its own prefix is an AssertionError.
+    context through its block table. Whatever it finds that is not exactly its own prefix is a BrokenContract.
+
+    `batches` are those that have run.
     """
 
     def __init__(self, model: Model, num_pages: int, page_size: int):
@@ -102,7 +109,14 @@ class MockBackend:
         self._tokens.reshape(-1, self.page_size)[numbers] = POISON
 
     def run(self, batch: StepBatch) -> StepResult:
+        try:
+            result = self._run(batch)
+        except AssertionError as error:
+            raise BrokenContract(str(error)) from error
         self.batches.append(batch)
+        return result
+
+    def _run(self, batch: StepBatch) -> StepResult:
         self._check_arrays(batch)
         self._check_shared_runs(batch)
         self._clear(batch.cleared_pages)
@@ -309,12 +323,13 @@ class Rig:
             self.engine.submit(request)
 
     def step(self) -> list[RequestOutput]:
+        before = len(self.backend.batches)
         outputs, record = self.engine.step()
         holders = [list(pages) for pages in self.engine.scheduler.page_holders()]
         self.engine.blocks.check_integrity(holders)
         self.backend.poison(set(range(self.num_pages)) - set(itertools.chain(*holders)))
         if record is not None:
-            self._check(record)
+            self._check(record, self.backend.batches[before:])
         for output in outputs:
             assert (output.row_index, output.sample_index) not in self.outputs, "answered twice"
             self.outputs[output.row_index, output.sample_index] = output
@@ -330,17 +345,18 @@ class Rig:
         assert self.engine.blocks.num_used == 0
         return self.outputs
 
-    def _check(self, record: StepRecord) -> None:
+    def _check(self, record: StepRecord, batches: list[StepBatch]) -> None:
+        """Against what has run: one batch, or several where something failed."""
         last = self.records[-1] if self.records else None
         assert record.step == len(self.records)
         assert last is None or record.start_ns >= last.start_ns + last.duration_ns
         parts = record.schedule_ns + record.forward_ns + record.sample_ns + record.write_ns
         assert parts == record.duration_ns and min(record.schedule_ns, record.forward_ns, record.sample_ns) > 0
         assert 1 <= record.num_prefill_tokens + record.num_decode_tokens <= self.max_batch_tokens
-        assert record.num_prefill_tokens + record.num_decode_tokens == self.backend.batches[-1].num_tokens
-        context = int(self.backend.batches[-1].positions.sum()) + record.num_prefill_tokens + record.num_decode_tokens
+        assert record.num_prefill_tokens + record.num_decode_tokens == sum(batch.num_tokens for batch in batches)
+        context = sum(int(batch.positions.sum()) + batch.num_tokens for batch in batches)
         assert record.num_prefill_context + record.num_decode_context == context
-        assert 1 <= record.num_seqs == len(self.backend.batches[-1].seq_lens) <= self.max_num_seqs
+        assert 1 <= record.num_seqs == sum(len(batch.seq_lens) for batch in batches) <= self.max_num_seqs
         assert record.pages_used <= self.num_pages
         self.records.append(record)
 
