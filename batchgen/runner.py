@@ -24,7 +24,7 @@ from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.prompt_table import MemoryStore
 from batchgen.engine.requests import make_requests
 from batchgen.engine.types import Request, RequestOutput
-from batchgen.errors import InputError, OutputError, TooManyErrors
+from batchgen.errors import BatchgenError, OutputError, TooManyErrors
 from batchgen.head_start import Reading, head_rows
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
@@ -277,13 +277,14 @@ class _Run:
         self._shown = 0
 
     def run(self, stop: Callable[[], bool]) -> JobSummary:
-        self._begin()
-        try:
-            interrupted = self._generate(stop)
-        except InputError:  # of rows that are read while others are answered
+        with self._writer:
+            self._begin()
+            try:
+                interrupted = self._generate(stop)
+            except BatchgenError:
+                self._writer.flush()
+                raise
             self._writer.flush()
-            raise
-        self._writer.flush()
         generated = time.monotonic_ns()
         self._show(generated)
         if self._tiers is not None:

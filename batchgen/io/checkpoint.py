@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any, Literal
 
 import numpy as np
@@ -74,6 +75,7 @@ class Checkpoint:
         self.identity = identity
         self.state = state
         self._lock = lock
+        self._committing = Lock()
         there = Manifest(self.work / "manifest.jsonl")
         self._next_number = there.parts[-1].number + 1 if there.parts else 0
         self._earlier = there.parts
@@ -179,8 +181,10 @@ class Checkpoint:
         totals: Mapping[str, int] | None = None,
     ) -> None:
         """Makes a part of the tables (keys of `SCHEMAS`) durable, all or nothing. Raises OutputError if it cannot."""
-        number = self._next_number
-        with output_errors(self.directory):
+        with self._committing, output_errors(self.directory):
+            if self._lock is None:
+                raise OutputError(f"output {self.directory} is not held by this process any more")
+            number = self._next_number
             sizes = dict(
                 self._write(_file_name(kind, number), table) for kind, table in tables.items() if table.num_rows
             )
@@ -223,10 +227,11 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the directory; what was committed stays."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Lets go of the directory; what was committed stays, and what another thread is committing is awaited."""
+        with self._committing:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def _write(self, name: str, table: pa.Table) -> tuple[str, int]:
         path = self.work / "parts" / name

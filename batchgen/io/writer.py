@@ -1,7 +1,8 @@
 """Collects what the engine makes and commits it in parts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -15,16 +16,34 @@ from batchgen.io.checkpoint import Checkpoint
 from batchgen.io.schemas import RESULTS, STEPS, TIMINGS
 
 _NS = 1e9
+PART_TOKENS = 1 << 21
+"""Generated tokens in a part, about: bounds memory where answers are long."""
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """Outputs and steps that are not committed yet."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    tokens: int = 0
+
+    def extend(self, outputs: Sequence[RequestOutput], steps: Sequence[StepRecord]) -> None:
+        self.outputs.extend(outputs)
+        self.steps.extend(steps)
+        self.tokens += sum(len(output.token_ids) for output in outputs)
 
 
 class JobWriter:
-    """Buffers outputs and step records and commits them as parts of the checkpoint.
+    """Buffers outputs and step records and commits them as parts of the checkpoint, in a thread of its own.
 
-    A part is due when `part_rows` outputs are waiting, or `part_seconds` after the last one. `clock` gives
-    nanoseconds on the engine's monotonic clock; `started_ns` is when this process began the job (default: now).
-    Engine steps count from 0 in every process; steps and times are written so that they go on from earlier runs of
-    the same job. With `timings` false no row per token is written. Failed writes raise OutputError; committed parts
-    are then as they were, and what was buffered stays buffered.
+    A part is due when `part_rows` outputs are waiting, or `PART_TOKENS` of theirs, or `part_seconds` after the last
+    one. One part is written at a time, meanwhile others wait: those of two parts at most, then `maybe_flush` waits too.
+    `clock` gives nanoseconds on the engine's monotonic clock; `started_ns` is when this process began the job (default:
+    now). Engine steps count from 0 in every process; steps and times are written so that they go on from earlier runs
+    of the same job. With `timings` false no row per token is written. A failed write raises OutputError in the next
+    `maybe_flush` or `flush`; committed parts are then as they were, and what was buffered stays buffered. Leaving the
+    context lets the part under way end, and writes no other.
     """
 
     def __init__(
@@ -45,36 +64,71 @@ class JobWriter:
         self._flushed_ns = clock()
         self._shift_ns = checkpoint.elapsed_ns - (self._flushed_ns if started_ns is None else started_ns)
         self._first_step = checkpoint.next_step
-        self._outputs: list[RequestOutput] = []
-        self._steps: list[StepRecord] = []
+        self._waiting, self._under_way = _Buffer(), _Buffer()
+        self._pool = ThreadPoolExecutor(1, "write")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> "JobWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
     def add(self, outputs: Sequence[RequestOutput]) -> None:
-        self._outputs.extend(outputs)
+        self._waiting.extend(outputs, ())
 
     def add_step(self, record: StepRecord) -> None:
-        self._steps.append(record)
+        self._waiting.steps.append(record)
 
     def maybe_flush(self) -> bool:
-        """Commits a part if one is due; returns whether it did."""
-        due = len(self._outputs) >= self._part_rows or self._clock() - self._flushed_ns >= self._part_ns
-        return due and self.flush()
+        """Begins to commit a part if one is due; returns whether it did."""
+        if self._writing is not None and self._writing.done():
+            self._settle()
+        due = self._holds(1) or self._clock() - self._flushed_ns >= self._part_ns
+        return due and (self._writing is None or self._holds(2)) and self._begin()
 
     def flush(self) -> bool:
         """Commits everything that is buffered; returns whether there was anything."""
+        begun = self._begin()
+        self._settle()
+        return begun
+
+    def _holds(self, parts: int) -> bool:
+        waiting = self._waiting
+        return len(waiting.outputs) >= parts * self._part_rows or waiting.tokens >= parts * PART_TOKENS
+
+    def _begin(self) -> bool:
+        """Hand what is waiting to the thread, when that has written the part before."""
+        self._settle()
         self._flushed_ns = self._clock()
-        if not self._outputs and not self._steps:
+        if not self._waiting.outputs and not self._waiting.steps:
             return False
-        timings = timings_table(self._outputs, self._first_step, self._shift_ns)
-        steps = steps_table(self._steps, self._first_step, self._shift_ns)
-        tables = {"results": results_table(self._outputs), "steps": steps}
+        self._under_way, self._waiting = self._waiting, _Buffer()
+        self._writing = self._pool.submit(self._commit, self._under_way)
+        return True
+
+    def _settle(self) -> None:
+        """Wait for the part under way; if it could not be written it is waiting again."""
+        if self._writing is None:
+            return
+        wait([self._writing])  # may be interrupted, and is under way then as before
+        failure, self._writing = self._writing.exception(), None
+        part, self._under_way = self._under_way, _Buffer()
+        if failure is not None:
+            part.extend(self._waiting.outputs, self._waiting.steps)
+            self._waiting = part
+            raise failure
+
+    def _commit(self, part: _Buffer) -> None:
+        timings = timings_table(part.outputs, self._first_step, self._shift_ns)
+        steps = steps_table(part.steps, self._first_step, self._shift_ns)
+        tables = {"results": results_table(part.outputs), "steps": steps}
         if self._timings:
             tables["timings"] = timings
-        restored = sum(output.num_restored_tokens for output in self._outputs)
+        restored = sum(output.num_restored_tokens for output in part.outputs)
         totals = results_totals(tables["results"]) | steps_totals(steps) | {"restored_prompt_tokens": restored}
         end_step, end_ns = part_end(timings, steps)
         self._checkpoint.commit(tables, end_step=end_step, end_ns=end_ns, totals=totals)
-        self._outputs, self._steps = [], []
-        return True
 
 
 def results_table(outputs: Sequence[RequestOutput]) -> pa.Table:

@@ -1,8 +1,11 @@
+import errno
 import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent import futures
 from pathlib import Path
 
 import numpy as np
@@ -120,15 +123,86 @@ def test_parts_are_due_by_rows_and_by_time(tmp_path):
         job.add([output(0)])
         assert not job.maybe_flush()
         job.add([output(1)])
-        assert job.maybe_flush() and len(checkpoint.parts) == 1
+        assert job.maybe_flush() and not job.flush() and len(checkpoint.parts) == 1
         job.add([output(2)])
         clock.now += 9_999_999_999
         assert not job.maybe_flush()
         clock.now += 1
-        assert job.maybe_flush()
+        assert job.maybe_flush() and not job.flush()
         clock.now += 10**12
         assert not job.maybe_flush() and not job.flush()
         assert [part.totals["rows"] for part in checkpoint.parts] == [2, 1]
+
+
+def test_a_part_is_due_by_its_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchgen.io.writer.PART_TOKENS", 6)
+    with Checkpoint.open(tmp_path / "out", JOB) as checkpoint:
+        job = writer(checkpoint, Clock(), part_rows=100)
+        job.add([output(0, tokens=5)])
+        assert not job.maybe_flush()
+        job.add([output(1, tokens=1)])
+        assert job.maybe_flush()
+        job.flush()
+
+
+def test_others_wait_while_a_part_is_written_but_no_more_than_two_parts(tmp_path, monkeypatch):
+    """A disk that writes nothing until it is told to."""
+    with Checkpoint.open(tmp_path / "out", JOB) as checkpoint, writer(checkpoint, Clock(), part_seconds=0) as job:
+        go, commit = threading.Event(), checkpoint.commit
+        monkeypatch.setattr(checkpoint, "commit", lambda *tables, **given: go.wait() and commit(*tables, **given))
+        job.add([output(0)])
+        assert job.maybe_flush()
+        for row in (1, 2, 3):
+            job.add([output(row)])
+            assert not job.maybe_flush() and checkpoint.parts == ()
+        job.add([output(4)])
+        timer = threading.Timer(0.1, go.set)
+        timer.start()
+        assert job.maybe_flush() and [part.totals["rows"] for part in checkpoint.parts] >= [1]
+        job.flush()
+        assert [part.totals["rows"] for part in checkpoint.parts] == [1, 4]
+
+
+@pytest.mark.parametrize("surfaces", ["maybe_flush", "flush"])
+def test_a_failed_write_surfaces_at_the_next_call_and_loses_nothing(tmp_path, monkeypatch, surfaces):
+    with Checkpoint.open(tmp_path / "out", JOB) as checkpoint, writer(checkpoint, Clock(), part_rows=1) as job:
+        monkeypatch.setattr(os, "fsync", fail)
+        job.add([output(0)])
+        assert job.maybe_flush()  # so far nobody knows
+        futures.wait([job._writing])
+        job.add([output(1)])
+        with pytest.raises(OutputError, match="No space left on device; free some space"):
+            getattr(job, surfaces)()
+        monkeypatch.undo()
+        assert checkpoint.parts == ()
+        job.add([output(2)])
+        job.flush()
+        assert read_parts(checkpoint, "results")["row_index"].to_list() == [0, 1, 2]
+
+
+def fail(descriptor):
+    raise OSError(errno.ENOSPC, "full")
+
+
+def test_the_directory_is_held_until_the_part_under_way_is_written(tmp_path, monkeypatch):
+    begun, go, append = threading.Event(), threading.Event(), Manifest.append
+
+    def slow(manifest, part):
+        begun.set()
+        go.wait()
+        append(manifest, part)
+
+    monkeypatch.setattr(Manifest, "append", slow)
+    checkpoint = Checkpoint.open(tmp_path / "out", JOB)
+    job = writer(checkpoint, Clock(), part_rows=1)
+    job.add([output(0)])
+    assert job.maybe_flush() and begun.wait(10)
+    threading.Timer(0.1, go.set).start()
+    checkpoint.close()
+    assert len(Manifest(checkpoint.work / "manifest.jsonl").parts) == 1
+    job.add([output(1)])
+    with pytest.raises(OutputError, match="not held by this process any more"):
+        job.flush()
 
 
 def test_without_timings(tmp_path):
