@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchgen.errors import OutputError
-from batchgen.io.files import output_errors, remove, sync_directory, write_atomically, write_json
+from batchgen.io.files import make_directory, output_errors, remove, sync_directory, write_atomically, write_json
 from batchgen.io.manifest import Manifest, Part
 from batchgen.io.schemas import SCHEMAS
 
@@ -367,6 +367,7 @@ def _start(directory: Path, identity: dict[str, Any]) -> None:
     for name in _OWN_NAMES:
         remove(directory / name)
     _clear_work(directory / ".work")
+    sync_directory(directory / ".work")  # the manifest there is not this job's
     sync_directory(directory)
     _write_job(directory, "running", identity, {"started": datetime.now().astimezone().isoformat(timespec="seconds")})
 
@@ -417,7 +418,7 @@ def _short(value: Any) -> str:
 def _acquire(work: Path) -> IO[bytes]:
     """Takes the lock file, which the system releases when the process dies, however it does."""
     while True:
-        work.mkdir(parents=True, exist_ok=True)
+        make_directory(work)
         try:
             file = open(work / "lock", "a+b")  # noqa: SIM115 - held until the checkpoint is closed
         except FileNotFoundError:  # a finishing process has just removed the directory

@@ -38,6 +38,14 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Makes a directory and those above it that are not there, durably."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], None], temporary: Path | None = None) -> None:
     """Lets `write` fill a temporary file, makes it durable and renames it to `path`, which may exist.
 
