@@ -1,16 +1,21 @@
 """Which module may import which. The rules are read off the syntax trees, imports inside functions included."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import batchgen
+from batchgen.errors import RowErrorCode
+from batchgen.io.schemas import RESULTS
 
 ROOT = Path(batchgen.__file__).parent
+README = ROOT.parent / "README.md"
 PLANNING = ("scheduler", "planner", "prompt_table", "prefix_tree", "block_manager", "cache_tiers")
 NO_NUMBA = tuple(f"batchgen.engine.{name}" for name in PLANNING)
 LEAVES = ("batchgen.report", "batchgen.compare", "batchgen.compare_view")
@@ -154,3 +159,12 @@ def test_heavy_libraries_are_loaded_on_use_only(module):
     code = f"import sys, {module}; print(*{{'numba', 'polars', 'pyarrow', 'tokenizers'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
+
+
+def test_the_readme_explains_every_error_code_and_every_column() -> None:
+    text = README.read_text("utf-8")
+    codes = text.split("| error code |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", codes, re.M) == list(get_args(RowErrorCode))
+    columns = text.split("| column | type | |")[1].split("\n\n")[0]
+    named = [name for cell in re.findall(r"^\| (`[^|]*) \|", columns, re.M) for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(RESULTS.names)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.cache_tiers import CacheTiers
-from batchgen.engine.isolation import NOT_OF_A_ROW, StepOutcome, StepRunner, internal_error
+from batchgen.engine.isolation import NOT_OF_A_ROW, StepOutcome, StepRunner, row_failure
 from batchgen.engine.planner import Admission
 from batchgen.engine.sampler import Sampler, random_key
 from batchgen.engine.scheduler import ScheduledSequence, Scheduler, Sequence, StepPlan
@@ -206,7 +206,7 @@ class Engine:
         except NOT_OF_A_ROW:
             raise
         except Exception as error:  # in its text or stop strings
-            return self._finish(sequence, "error", None, now, internal_error(error))
+            return self._finish(sequence, "error", None, now, row_failure(error))
 
     def _forked(self, draws: list[tuple[Sequence, Sample]]) -> list[Sequence]:
         """The sequence of each draw; a prompt that has just been computed becomes one sequence per sample."""

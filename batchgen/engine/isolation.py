@@ -12,7 +12,7 @@ from batchgen.engine.batch import build_batch
 from batchgen.engine.sampler import Sampler, SamplerInputs
 from batchgen.engine.scheduler import ScheduledSequence, Sequence, StepPlan
 from batchgen.engine.types import RowFailure
-from batchgen.errors import BatchgenError, ModelError
+from batchgen.errors import BatchgenError, ModelError, RowError
 from batchgen.kernels.base import Backend, StepResult
 
 MOST_FAULTS = 64
@@ -22,7 +22,9 @@ NOT_OF_A_ROW = (BatchgenError, MemoryError)
 """Errors that stop the job whatever row they come from."""
 
 
-def internal_error(error: Exception) -> RowFailure:
+def row_failure(error: Exception) -> RowFailure:
+    if isinstance(error, RowError):
+        return RowFailure(error.code, error.message)
     return RowFailure("internal_error", f"{_line(error)}; the other rows are not affected, please report this")
 
 
@@ -117,5 +119,5 @@ class StepRunner:
             self._faults += 1
             if self._faults > MOST_FAULTS:
                 raise ModelError(f"{self._faults} sequences in a row cannot be computed: {_line(error)}") from error
-            return internal_error(error)
+            return row_failure(error)
         return None

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from batchgen.engine.isolation import MOST_FAULTS
 from batchgen.engine.requests import RowWish
-from batchgen.engine.types import RequestOutput, SamplingParams
-from batchgen.errors import ModelError, OutputError
+from batchgen.engine.types import RequestOutput, RowFailure, SamplingParams
+from batchgen.errors import ModelError, OutputError, RowError
 from tests.engine.mock import ByteDetokenizer, Draw, HashModel, Rig, letters, requests_for
 
 VOCAB = 20
@@ -195,6 +195,15 @@ class Undecodable(ByteDetokenizer):
     def __init__(self, stop: Callable[..., Any]):
         super().__init__([b"a"] * VOCAB, eos=())
         self.decode = stop  # type: ignore[method-assign]
+
+
+def test_an_error_that_says_what_is_wrong_with_the_row_keeps_its_code() -> None:
+    def stop(*arguments: Any) -> Any:
+        raise RowError("encode_error", "no such token")
+
+    rig = Rig(HashModel(VOCAB), Undecodable(stop))
+    output = rig.run(requests_for([(1, 2)], RowWish(SamplingParams(max_tokens=1), 1, False)))[0, 0]
+    assert output.error == RowFailure("encode_error", "no such token")
 
 
 def test_a_backend_that_computes_nothing_stops_the_job() -> None:
