@@ -123,7 +123,7 @@ def run(
     how = {"fresh": fresh, "retry_errors": retry_errors, "reuse": reuse}
     overrides = _overrides(sets, limit, output)
     job = _load(spec, overrides)
-    again = _command(spec, sets, limit, output)
+    again = _command(spec, sets, limit, output, how)
     summary = _run_job(job, how, quiet, again)
     report = None if summary.interrupted or summary.already_done else _try_report(summary.output_dir)
     if not quiet:
@@ -216,7 +216,7 @@ def _overrides(sets: list[str] | None, limit: int | None, output: str | None = N
     return texts
 
 
-def _command(spec: Path, sets: list[str] | None, limit: int | None, output: str | None) -> str:
+def _command(spec: Path, sets: list[str] | None, limit: int | None, output: str | None, how: dict[str, bool]) -> str:
     """The command that goes on with the job: the one given, without --fresh."""
     words = ["batchgen", "run", str(spec)]
     for text in sets or []:
@@ -225,6 +225,7 @@ def _command(spec: Path, sets: list[str] | None, limit: int | None, output: str 
         words += ["--limit", str(limit)]
     if output is not None:
         words += ["--output", output]
+    words += [f"--{name.replace('_', '-')}" for name in ("reuse", "retry_errors") if how[name]]
     return shlex.join(words)
 
 

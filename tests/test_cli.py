@@ -85,8 +85,8 @@ def runner(monkeypatch):
     module = types.ModuleType("batchgen.runner")
     module.calls, module.summary = [], Summary()
 
-    def run_job(job, *, fresh, progress, stop):
-        module.calls.append((job, fresh))
+    def run_job(job, *, progress, stop, **how):
+        module.calls.append((job, how))
         return module.summary
 
     monkeypatch.setitem(sys.modules, "batchgen.report.page", reporter := types.ModuleType("batchgen.report.page"))
@@ -102,8 +102,9 @@ def runner(monkeypatch):
 def test_run_hands_the_options_on(spec, runner, capsys):
     arguments = ["run", spec, "--set", "sampling.max_tokens=7", "--limit", "3", "--output", "a: b", "--fresh"]
     assert cli.main(arguments) == 0
-    ((job, fresh),) = runner.calls
-    assert (job.sampling.max_tokens, job.input.limit, job.output.path, fresh) == (7, 3, str(Path.cwd() / "a: b"), True)
+    ((job, how),) = runner.calls
+    assert (job.sampling.max_tokens, job.input.limit, job.output.path) == (7, 3, str(Path.cwd() / "a: b"))
+    assert how == {"fresh": True, "retry_errors": False, "reuse": False}
     out = capsys.readouterr().out
     assert out.splitlines() == [
         "rows: 10",
@@ -169,6 +170,13 @@ def test_an_interrupted_job_says_how_to_go_on(spec, runner, capsys):
     assert f"rows under way start over; to go on, run: {expected}\n" in capsys.readouterr().err
 
 
+def test_what_keeps_answers_is_handed_on_and_goes_on(spec, runner, capsys):
+    runner.summary = Summary(interrupted=True)
+    assert cli.main(["run", spec, "--reuse", "--retry-errors"]) == 130
+    assert runner.calls[0][1] == {"fresh": False, "retry_errors": True, "reuse": True}
+    assert "to go on, run: batchgen run job.yaml --reuse --retry-errors\n" in capsys.readouterr().err
+
+
 def test_an_error_is_one_line_and_its_exit_code(spec, runner, capsys):
     def run_job(job, **options):
         raise InputError("d.parquet: no such file")
@@ -229,7 +237,7 @@ import sys, time, types
 sys.path.insert(0, {tests!r})
 from test_cli import Summary
 module = types.ModuleType("batchgen.runner")
-def run_job(job, *, fresh, progress, stop):
+def run_job(job, *, progress, stop, **how):
     stop()
     print("running", flush=True)
     deadline = time.monotonic() + 20
