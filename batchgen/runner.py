@@ -115,10 +115,7 @@ def run_job(
                 else:
                     job = read(scratch, reading_progress(progress, table, started))
                 if checkpoint.state == "kept":
-                    reused, there = take_over(checkpoint, _asked(job, checkpoint.identity))
-                    progress.message(
-                        f"reused {reused:,} of {job.prompts.samples.sum():,} results ({there:,} were there)"
-                    )
+                    _take_over(job, checkpoint, progress)
                 plan_seconds = time.perf_counter() - planning
                 if (tiers := _open_tiers(job, sha256, progress)) is not None:
                     stack.callback(tiers.close)
@@ -129,6 +126,11 @@ def run_job(
     if not summary.interrupted and summary.totals["generated_tokens"]:
         _learn(machine, spec, summary, progress)
     return summary
+
+
+def _take_over(job: PreparedJob, checkpoint: Checkpoint, progress: ProgressListener) -> None:
+    reused, there = take_over(checkpoint, _asked(job, checkpoint.identity))
+    progress.message(f"reused {reused:,} of {job.prompts.samples.sum():,} results ({there:,} answers were there)")
 
 
 def _learn(machine: Machine, spec: JobSpec, summary: JobSummary, progress: ProgressListener) -> None:

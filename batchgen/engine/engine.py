@@ -194,7 +194,7 @@ class Engine:
             self.scheduler.abandon([sequence for sequence, _ in outcome.failed], outcome.held_up)
         for sequence, failure in outcome.failed:
             if sequence.sample is not None:
-                outputs += self._outputs(sequence, "error", None, None, now, failure)
+                outputs += self._outputs(sequence, RequestOutput(0, 0, "error", error=failure), now)
                 continue
             for sample in sequence.request.samples:
                 self._answer_at_once(sequence.request, sample, failure, now)
@@ -255,46 +255,32 @@ class Engine:
     ) -> list[RequestOutput]:
         text = None if failure else self._text(sequence, reason, stop)
         self.scheduler.finish(sequence)
-        return self._outputs(sequence, reason, text, stop, now, failure)
+        return self._outputs(sequence, RequestOutput(0, 0, reason, text, stop, error=failure), now)
 
-    def _outputs(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        text: str | None,
-        stop: str | None,
-        now: int,
-        failure: RowFailure | None,
-    ) -> list[RequestOutput]:
+    def _outputs(self, sequence: Sequence, answer: RequestOutput, now: int) -> list[RequestOutput]:
+        """The answer for each that asked for it, with the sequence's tokens, counts and times."""
         assert sequence.sample is not None
         self._watchers.pop(id(sequence), None)
-        ids = sequence.generated.copy()
-        first = sequence.request.samples[0].targets[0]  # the others found the whole prompt computed
-        times, steps = np.array(sequence.token_times, np.int64), np.array(sequence.token_steps, np.int32)
-        return [
-            RequestOutput(
-                row_index=row,
-                sample_index=number,
-                finish_reason=reason,
-                text=text,
-                stop_reason=stop,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_cached_tokens=sequence.num_cached_tokens if target == first else sequence.num_prompt_tokens,
-                num_restored_tokens=sequence.num_restored_tokens if target == first else 0,
-                token_ids=ids,
-                logprobs=np.array(sequence.logprobs, np.float32),
-                token_steps=steps,
-                token_times=times,
-                arrived_ns=sequence.arrived_ns,
-                scheduled_ns=sequence.scheduled_ns,
-                first_token_ns=sequence.token_times[0],
-                finished_ns=now,
-                error=failure,
-                request_hash=sequence.sample.request_hash,
-            )
-            for target in sequence.sample.targets
-            for row, number in [target]
-        ]
+        answer = replace(
+            answer,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_prompt_tokens,
+            token_ids=sequence.generated.copy(),
+            logprobs=np.array(sequence.logprobs, np.float32),
+            token_steps=np.array(sequence.token_steps, np.int32),
+            token_times=np.array(sequence.token_times, np.int64),
+            arrived_ns=sequence.arrived_ns,
+            scheduled_ns=sequence.scheduled_ns,
+            first_token_ns=sequence.token_times[0],
+            finished_ns=now,
+            request_hash=sequence.sample.request_hash,
+        )
+        outputs = [replace(answer, row_index=row, sample_index=number) for row, number in sequence.sample.targets]
+        if sequence.sample.targets[0] == sequence.request.samples[0].targets[0]:
+            # The others found the whole prompt computed.
+            outputs[0].num_cached_tokens = sequence.num_cached_tokens
+            outputs[0].num_restored_tokens = sequence.num_restored_tokens
+        return outputs
 
     def _text(self, sequence: Sequence, reason: FinishReason, stop: str | None) -> str:
         if stop is not None:
