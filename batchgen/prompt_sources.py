@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from batchgen.engine.planner import rows_with
 from batchgen.engine.types import RowFailure
 from batchgen.errors import InputError, RowError, SpecError
+from batchgen.io import openai_batch
 from batchgen.io.table import InputTable, check_column
 from batchgen.spec import JobSpec
 from batchgen.text.chat_template import ChatTemplate
@@ -62,8 +63,9 @@ def make_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None) 
     given = spec.input
     if given.token_ids is not None:
         return TokenColumn(given.token_ids)
-    wants_chat = given.chat is True or given.messages is not None or (given.chat == "auto" and not given.parse_special)
-    if chat is None and (given.chat is True or given.messages is not None):
+    has_messages = given.messages is not None or given.is_batch
+    wants_chat = given.chat is True or has_messages or (given.chat == "auto" and not given.parse_special)
+    if chat is None and (given.chat is True or has_messages):
         raise InputError("the model has no chat template; give input.prompt with chat: false")
     bos = tokenizer.bos_token if tokenizer.add_bos else None
     if not wants_chat or chat is None:
@@ -222,6 +224,9 @@ def _or_failure(function: Callable[[Any], Any], value: Any) -> Any:
 def _messages_of(spec: JobSpec) -> tuple[frozenset[str], Callable[[Mapping[str, Any]], Messages]]:
     """The columns that a row's messages come from, and the function that makes them."""
     given = spec.input
+    if given.is_batch:
+        columns = frozenset(openai_batch.COLUMNS)
+        return columns, lambda row: _column_messages("body.messages", openai_batch.messages_of(row))
     if given.prompt is not None:
         prompt = PromptTemplate(given.prompt, "input.prompt")
         return prompt.columns, lambda row: [{"role": "user", "content": prompt.render(row)}]

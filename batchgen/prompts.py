@@ -15,6 +15,7 @@ from batchgen.engine.prompt_table import PromptTable, PromptTableBuilder, Store
 from batchgen.engine.requests import RowWish
 from batchgen.engine.types import RowFailure, SamplingParams
 from batchgen.errors import RowError
+from batchgen.io import openai_batch
 from batchgen.io.table import InputTable, check_column
 from batchgen.overflow import Overflow, truncate
 from batchgen.prompt_sources import Encoded, PythonRow, make_source
@@ -129,6 +130,7 @@ class PromptReader:
         self._spec = spec
         self._source = make_source(spec, tokenizer, chat)
         self._row_columns = sorted(self._source.row_columns | spec.sampling.columns)
+        self._differ = bool(spec.sampling.columns) or spec.input.is_batch  # rows in what they ask for
         self._wishes: list[RowWish] = []  # the distinct ones
         self._numbers: dict[RowWish, int] = {}
 
@@ -179,7 +181,7 @@ class PromptReader:
 
     def _asked(self, rows: Sequence[PythonRow]) -> tuple[Wishes, dict[int, RowFailure]]:
         """What the rows ask for, and why some cannot be answered; found once if it does not depend on the row."""
-        asked = [self._ask(row) for row in (rows if self._spec.sampling.columns else [{}])]
+        asked = [self._ask(row) for row in (rows if self._differ else [{}])]
         each = len(rows) // len(asked)
         numbers = np.array([self._number(wish) for wish, _ in asked], np.int32)
         seeds = np.array([wish.params.seed for wish, _ in asked], np.int64)
@@ -192,7 +194,8 @@ class PromptReader:
             return self._results_of({}), row
         sampling = self._spec.sampling
         try:
-            return RowWish(sampling.row_params(row), sampling.n_for(row), sampling.seed_is_per_row), None
+            own = openai_batch.sampling_of(row, sampling.names) if self._spec.input.is_batch else {}
+            return RowWish(*sampling.with_values(row, own), sampling.seed_is_per_row or "seed" in own), None
         except RowError as error:
             return self._results_of(row), RowFailure(error.code, error.message)
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from pydantic import (
     AfterValidator,
@@ -183,9 +185,15 @@ class MessageTemplate(_Part):
 
 
 class InputSpec(_Part):
-    """The table and what of it is the prompt: exactly one of `prompt`, `messages`, `token_ids`."""
+    """The table and what of it is the prompt: exactly one of `prompt`, `messages`, `token_ids`, or an OpenAI batch."""
 
-    path: PathText = Field(description="Parquet file, glob or folder; a relative path starts at the spec file's folder")
+    path: PathText = Field(description="file, glob, folder or URI; a relative path starts at the spec file's folder")
+    format: Literal["auto", "parquet", "jsonl", "csv", "tsv", "arrow", "openai_batch"] = Field(
+        default="auto", description="of the files; auto: as their names end"
+    )
+    column_types: dict[str, Text] = Field(
+        default={}, description="types of columns that folders, CSV and JSON lines leave open, as pyarrow names them"
+    )
     id: Text | None = Field(
         default=None, description="column that names a row in messages; the row index always identifies it"
     )
@@ -210,10 +218,19 @@ class InputSpec(_Part):
         description="a prompt longer than the model's context is a failed row, or is cut so that max_tokens fit, too",
     )
 
+    @property
+    def is_batch(self) -> bool:
+        """Whether rows are OpenAI's requests, which bring messages and sampling values with them."""
+        return self.format == "openai_batch"
+
     @model_validator(mode="after")
     def _one_prompt_kind(self) -> Self:
         given = [name for name in ("prompt", "messages", "token_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
+        if self.is_batch:
+            if given or self.chat is False:
+                what = " and ".join(given) or "chat: false"
+                raise ValueError(f"format: openai_batch brings the messages with it; leave out {what}")
+        elif len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise ValueError(f"exactly one of prompt, messages and token_ids must be given, found {found}")
         if given == ["token_ids"] and self.chat is True:
@@ -268,6 +285,11 @@ class SamplingSpec(_Part):
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What can be asked of an answer."""
+        return tuple(_ROW_TYPES)
+
+    @property
     def columns(self) -> frozenset[str]:
         """The columns that the templates need."""
         return frozenset().union(*(template.columns for template in self._templates.values()))
@@ -290,22 +312,37 @@ class SamplingSpec(_Part):
             raise RowError("schema_error", f"{self._columns_of('min_tokens', 'max_tokens')}: sampling: {clash}")
         return params
 
+    def with_values(self, row: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[SamplingParams, int]:
+        """The parameters and `n` of a row that brings `values` of its own. Raises RowError as `row_params` does."""
+        if not values:
+            return self.row_params(row), self.n_for(row)
+        checked = {name: _checked(name, value, f"body.{name}") for name, value in values.items()}
+        n = checked.pop("n") if "n" in checked else self.n_for(row)
+        params = replace(self.row_params(row), **checked)
+        if clash := _min_tokens_clash(params.min_tokens, params.max_tokens):
+            raise RowError("schema_error", f"sampling: {clash}")
+        return params, n
+
     def n_for(self, row: Mapping[str, Any]) -> int:
         """How many answers the row gets. Raises RowError as `row_params` does."""
         return self._row_value("n", row) if "n" in self._templates else self.n  # type: ignore[return-value]
 
     def _row_value(self, name: str, row: Mapping[str, Any]) -> Any:
-        template = self._templates[name]
-        value = template.evaluate(row)
-        try:
-            return _ROW_TYPES[name].validate_python(value)
-        except ValidationError as error:
-            text = explain_value(error, value, _ROW_TYPES[name].json_schema())
-            raise RowError("schema_error", f"{self._columns_of(name)}: sampling.{name}: {text}") from None
+        value = self._templates[name].evaluate(row)
+        return _checked(name, value, f"{self._columns_of(name)}: sampling.{name}")
 
     def _columns_of(self, *names: str) -> str:
         columns = sorted({c for name in names if name in self._templates for c in self._templates[name].columns})
         return ("column " if len(columns) == 1 else "columns ") + ", ".join(map(repr, columns))
+
+
+def _checked(name: str, value: Any, what: str) -> Any:
+    """The value of a row for sampling.`name`. Raises RowError if the rules of the spec refuse it."""
+    try:
+        return _ROW_TYPES[name].validate_python(value)
+    except ValidationError as error:
+        text = explain_value(error, value, _ROW_TYPES[name].json_schema())
+        raise RowError("schema_error", f"{what}: {text}") from None
 
 
 def _min_tokens_clash(least: int, most: int) -> str | None:
@@ -407,7 +444,7 @@ class EngineSpec(_Part):
 # themselves, and the kernel and number types taken (runner.py), so where they came from does not count here.
 _RESULT_KEYS = {
     "model": ("pre_tokenizer",),
-    "input": ("prompt", "messages", "token_ids", "chat", "where", "parse_special", "limit", "overflow"),
+    "input": tuple(name for name in InputSpec.model_fields if name not in ("path", "id")),
     "sampling": tuple(SamplingSpec.model_fields),
     "output": ("columns", "prefix", "timings"),
 }
@@ -435,7 +472,7 @@ class JobSpec(_Part):
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"source": source}),
-                "input": self.input.model_copy(update={"path": _absolute(self.input.path, folder)}),
+                "input": self.input.model_copy(update={"path": _input_path(self.input.path, folder)}),
                 "output": self.output.model_copy(update={"path": _absolute(self.output.path, cwd)}),
                 "engine": self.engine.model_copy(update={"cache": cache}),
             }
@@ -471,6 +508,13 @@ def _absolute(path: str, folder: Path) -> str:
     return str(folder / os.path.expanduser(path))
 
 
+def _input_path(path: str, folder: Path) -> str:
+    """An absolute path, or a URI as it is; one of this disk is a path too."""
+    if path.startswith("file://"):
+        path = url2pathname(urlsplit(path).path)
+    return path if re.match(r"[a-zA-Z][\w.+-]+://", path) else _absolute(path, folder)
+
+
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read and check a YAML spec; `overrides` are `section.key=value` texts, the value read as YAML.
 
@@ -497,8 +541,11 @@ def spec_schema() -> dict[str, Any]:
     """The JSON Schema of a job spec, for editors."""
     schema = _any_of(JobSpec.model_json_schema())
     schema["$defs"]["InputSpec"]["oneOf"] = [
-        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-        for name in ("prompt", "messages", "token_ids")
+        *(
+            {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+            for name in ("prompt", "messages", "token_ids")
+        ),
+        {"required": ["format"], "properties": {"format": {"const": "openai_batch"}}},
     ]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "batchgen job spec"}
 

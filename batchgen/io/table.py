@@ -1,72 +1,63 @@
-"""The input table: Parquet files read as one table, in a fixed row order, a few thousand rows at a time.
+"""The input table: files read as one table, in a fixed row order, a few hundred rows at a time.
 
-The files are those of a path, a glob or a directory (all `*.parquet` below it; names that start with `.` or `_` are
-skipped, as pyarrow and Spark do), in the order of their paths' parts. A row's index is its position in all of them,
-before any filter. Folders named `key=value` below the directory, or below the fixed part of the glob, become columns;
-their types are those that pyarrow's dataset discovery infers: int32 when every value reads as one, string otherwise.
+Which files, and in which order: sources.py. What is in them: formats.py. A row's index is its position in all of them,
+before any filter. Folders named `key=value` below the directory, or below the fixed part of the glob, become columns
+(partitions.py).
 """
 
-import difflib
-import glob
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
-import pyarrow.dataset as ds
-import pyarrow.fs
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchgen.errors import InputError, SpecError
-from batchgen.io.model_source import file_sha256
+from batchgen.io.formats import FileReader, choose_format, describe, is_data
+from batchgen.io.partitions import read_partitions
+from batchgen.io.sources import SourceFile, find_files, first_line
+from batchgen.io.where import Where, nearest
 
-_SUFFIXES = (".parquet", ".pq")
-_BATCH_ROWS = 4096
-_KEEP = "__batchgen_keep__"
-_READ_ERRORS = (pa.ArrowException, OSError, ValueError)
+_BATCH_ROWS = 256  # of a megabyte each, perhaps
 
 Batch = tuple[NDArray[np.int64], pa.RecordBatch]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InputFile:
-    """One Parquet file as its footer described it when the table was opened. `name` is relative to the table's base."""
+    """A file, its reader, and the values of the columns that its folders make."""
 
-    path: Path
-    name: str
-    size: int
-    mtime_ns: int
-    group_rows: tuple[int, ...]
-    schema: pa.Schema
-    partition: dict[str, Any]
+    source: SourceFile
+    reader: FileReader
+    partition: Mapping[str, pa.Scalar]
 
     @property
     def num_rows(self) -> int:
-        return sum(self.group_rows)
+        return self.reader.num_rows
 
 
 @dataclass(frozen=True, eq=False)
 class InputTable:
-    """Parquet files as one table; see `open_table`. Nothing is kept in memory but the footers' figures."""
+    """Files as one table; see `open_table`. Nothing is kept in memory but the files' schemas and sizes.
+
+    `notes` is what the user should hear of the files, a line each.
+    """
 
     schema: pa.Schema
+    notes: tuple[str, ...]
     _files: tuple[_InputFile, ...]
-    _where: "_Where | None"
+    _where: Where | None
     _limit: int | None
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files."""
-        return tuple(file.path for file in self._files)
+        """The files on this disk."""
+        return tuple(path for file in self._files if (path := file.source.local_path))
 
     @property
     def num_rows_upper(self) -> int:
@@ -91,9 +82,10 @@ class InputTable:
     def fingerprint(self) -> str:
         """A hex digest of the files' relative names and contents, and of the schema.
 
-        Reads the files; their hashes are remembered in the cache while size and modification time stay.
+        Reads the files; their hashes are remembered in the cache while size and modification time stay. Of remote
+        files see `SourceFile.fingerprint`.
         """
-        files = [(file.name, file_sha256(file.path)) for file in self._files]
+        files = [(file.source.name, file.source.fingerprint()) for file in self._files]
         fields = [(field.name, str(field.type), field.nullable) for field in self.schema]
         return hashlib.sha256(json.dumps([files, fields]).encode()).hexdigest()
 
@@ -130,28 +122,66 @@ class InputTable:
             low, high = max(start - base, 0), min(stop - base, file.num_rows)
             if low < high:
                 for position, batch in _read_file(file, names, low, high, batch_rows):
-                    yield np.arange(position, position + batch.num_rows) + base, _conform(file, batch, schema)
+                    rows = np.arange(position, position + batch.num_rows)
+                    yield rows + base, _conform(file, batch, schema, position)
             base += file.num_rows
 
 
-def open_table(path: str | Path, *, where: str | None = None, limit: int | None = None) -> InputTable:
-    """Opens the Parquet file, glob or directory `path`, of which only the footers are read.
+def open_table(
+    path: str | Path,
+    *,
+    where: str | None = None,
+    limit: int | None = None,
+    format: str = "auto",
+    column_types: Mapping[str, str] | None = None,
+) -> InputTable:
+    """Opens the file, glob, directory or URI `path`. Of Parquet only the footers are read, other formats once through.
 
-    Schemas of several files are unified: a column may be missing, all null, or narrower in some of them (int32 beside
-    int64); other differences are errors. `where` is a polars SQL condition on one row (null counts as false), `limit`
-    the number of rows kept after it. Raises InputError for what is not a readable table, SpecError for a wrong `where`.
+    `format` is a key of `FORMATS`, or "auto": the files' names tell. Schemas of several files are unified: a column may
+    be missing, all null, or narrower in some of them (int32 beside int64); other differences are errors.
+    `column_types` are pyarrow's names of types for columns that have none of their own: those of folders, CSV and JSON
+    lines. `where` is a polars SQL condition on one row (null counts as false), `limit` the number of rows kept after
+    it. Raises InputError for what is not a readable table, SpecError for a wrong `where` or type.
     """
-    base, paths = _find_files(os.path.expanduser(path))
-    partition_schema, partitions = _partitions(base, paths)
-    files = tuple(_open_file(file, base, keys) for file, keys in zip(paths, partitions, strict=True))
-    schema = _with_partitions(_unify(files), partition_schema, files)
-    return InputTable(schema, files, None if where is None else _Where(where, schema), limit)
+    types = {name: _type(name, text) for name, text in (column_types or {}).items()}
+    sources = find_files(str(path), is_data(format), describe(format))
+    partitions = read_partitions(sources, types)
+    kind = choose_format(format, sources)
+    readers = kind.open(sources, types)
+    files = tuple(_InputFile(*parts) for parts in zip(sources, readers, partitions.values, strict=True))
+    stored = _declare(_unify(files), types, kind.typed, partitions.schema)
+    schema = _with_partitions(stored, partitions.schema, files)
+    table = InputTable(schema, partitions.notes, files, None, None)
+    for _ in table.batches([name for name in types if name in stored.names]):
+        pass  # a value that is not of its declared type is better found now than when the answers are delivered
+    return replace(table, _where=None if where is None else Where(where, schema), _limit=limit)
+
+
+def _type(name: str, text: str) -> pa.DataType:
+    try:
+        return pa.type_for_alias(text)
+    except ValueError:
+        raise SpecError(
+            f"input.column_types.{name}: {text!r} is no type; "
+            "some are int32, float64, bool, string, date32, timestamp[us]"
+        ) from None
+
+
+def _declare(stored: pa.Schema, types: Mapping[str, pa.DataType], typed: bool, partitions: pa.Schema) -> pa.Schema:
+    """The files' schema with the declared types."""
+    for name in types:
+        if name in stored.names and typed:
+            found = stored.field(name).type
+            raise InputError(f"input.column_types: column {name!r} has a type in the files, {found}, which stays")
+        check_column(name, [*stored.names, *partitions.names])
+    fields = [field.with_type(types.get(field.name, field.type)) for field in stored]
+    return pa.schema(fields, stored.metadata)
 
 
 def check_column(name: str, names: Sequence[str]) -> None:
     """Raises InputError, with the nearest name, when the table has no column `name`."""
     if name not in names:
-        raise InputError(f"the input has no column {name!r}{_nearest(name, names)}; its columns: {', '.join(names)}")
+        raise InputError(f"the input has no column {name!r}{nearest(name, names)}; its columns: {', '.join(names)}")
 
 
 def take_rows(batch: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatch:
@@ -167,113 +197,39 @@ def _take(array: pa.Array, rows: NDArray[np.int64]) -> pa.Array:
         return pa.concat_arrays([array.slice(0, 0), *(array.slice(row, 1) for row in rows.tolist())])
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-# --- finding the files ------------------------------------------------------------------------------------------
-
-
-def _find_files(path: str) -> tuple[Path, list[Path]]:
-    """The base that names are relative to, and the files in order."""
-    if os.path.isfile(path):
-        return Path(path).parent, [Path(path)]
-    if os.path.isdir(path):
-        return Path(path), _nonempty(_below(Path(path)), f"input {path!r} has no *.parquet file below it")
-    if not glob.has_magic(path):
-        raise InputError(f"input {path!r} does not exist")
-    matches = [Path(match) for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
-    return _glob_base(path), _nonempty(matches, f"input {path!r} matches no file")
-
-
-def _nonempty(paths: list[Path], message: str) -> list[Path]:
-    if not paths:
-        raise InputError(message)
-    return sorted(paths, key=lambda path: path.parts)
-
-
-def _below(directory: Path) -> list[Path]:
-    found = []
-    for folder, folders, names in os.walk(directory):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        visible = [name for name in names if not name.startswith((".", "_"))]
-        found += [Path(folder, name) for name in visible if name.lower().endswith(_SUFFIXES)]
-    return found
-
-
-def _glob_base(pattern: str) -> Path:
-    parts = Path(pattern).parts
-    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    return Path(*parts[:fixed])
-
-
-def _partitions(base: Path, paths: list[Path]) -> tuple[pa.Schema, list[dict[str, Any]]]:
-    """The columns that `key=value` folders below `base` make, and each file's values."""
-    if not any("=" in part for path in paths for part in path.relative_to(base).parent.parts):
-        return pa.schema([]), [{}] * len(paths)
-    options = ds.FileSystemFactoryOptions(
-        partition_base_dir=base.absolute().as_posix(), partitioning=ds.HivePartitioning.discover()
-    )
-    names = [path.absolute().as_posix() for path in paths]
-    try:
-        factory = ds.FileSystemDatasetFactory(pyarrow.fs.LocalFileSystem(), names, ds.ParquetFileFormat(), options)
-        schema = factory.inspect(fragments=0)
-        fragments = {fragment.path: fragment for fragment in factory.finish(schema).get_fragments()}
-    except _READ_ERRORS as error:
-        raise InputError(f"input {str(base)!r}: its key=value folders cannot be read: {_first_line(error)}") from error
-    return schema, [ds.get_partition_keys(fragments[name].partition_expression) for name in names]
-
-
-# --- opening and unifying ---------------------------------------------------------------------------------------
-
-
-def _open_file(path: Path, base: Path, partition: dict[str, Any]) -> _InputFile:
-    try:
-        found = path.stat()
-        if found.st_size == 0:
-            raise InputError(f"{path}: not a Parquet file: it is empty (0 bytes)")
-        with pq.ParquetFile(path) as file:
-            meta, schema = file.metadata, file.schema_arrow
-    except _READ_ERRORS as error:
-        raise InputError(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
-    group_rows = tuple(meta.row_group(number).num_rows for number in range(meta.num_row_groups))
-    _check_names(path, schema)
-    name = path.relative_to(base).as_posix()
-    return _InputFile(path, name, found.st_size, found.st_mtime_ns, group_rows, schema, partition)
-
-
-def _check_names(path: Path, schema: pa.Schema) -> None:
-    twice = [name for name in schema.names if schema.names.count(name) > 1]
-    if twice:
-        raise InputError(f"{path}: column {twice[0]!r} occurs twice")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+# --- one schema -------------------------------------------------------------------------------------------------
 
 
 def _unify(files: tuple[_InputFile, ...]) -> pa.Schema:
     """One schema for all files: columns by first occurrence, metadata of the first file."""
-    first = files[0].schema
-    if all(file.schema.equals(first) for file in files[1:]):
+    for file in files:
+        _check_names(file)
+    first = files[0].reader.schema
+    if all(file.reader.schema.equals(first) for file in files[1:]):
         return first
     fields: dict[str, tuple[pa.Field, _InputFile]] = {}
     for file in files:
-        for field in file.schema:
+        for field in file.reader.schema:
             known = fields.get(field.name)
             fields[field.name] = (field, file) if known is None else (_merge(*known, field, file), known[1])
-    everywhere = set.intersection(*(set(file.schema.names) for file in files))
+    everywhere = set.intersection(*(set(file.reader.schema.names) for file in files))
     merged = [field if field.name in everywhere else field.with_nullable(True) for field, _ in fields.values()]
     return pa.schema(merged, first.metadata)
+
+
+def _check_names(file: _InputFile) -> None:
+    names = file.reader.schema.names
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise InputError(f"{file.source.shown}: column {twice!r} occurs twice")
 
 
 def _merge(known: pa.Field, known_file: _InputFile, field: pa.Field, file: _InputFile) -> pa.Field:
     merged = _merged_type(known.type, field.type)
     if merged is None:
         raise InputError(
-            f"{file.path}: column {field.name!r} has type {field.type}, but {known.type} in {known_file.path}; "
-            "make them equal or read the files one by one"
+            f"{file.source.shown}: column {field.name!r} has type {field.type}, "
+            f"but {known.type} in {known_file.source.shown}; make them equal or read the files one by one"
         )
     return pa.field(field.name, merged, known.nullable or field.nullable, known.metadata or field.metadata)
 
@@ -311,7 +267,7 @@ def _with_partitions(schema: pa.Schema, partitions: pa.Schema, files: tuple[_Inp
     for field in partitions:
         if field.name in schema.names:
             raise InputError(
-                f"{files[0].path}: column {field.name!r} is in the files and in the folder names; rename one"
+                f"{files[0].source.shown}: column {field.name!r} is in the files and in the folder names; rename one"
             )
         schema = schema.append(field)
     return schema
@@ -324,39 +280,28 @@ def _read_file(
     file: _InputFile, names: list[str], low: int, high: int, rows: int
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yields (position in the file, batch) for its rows low..high; of `names` only those that the file has."""
-    ends = list(accumulate(file.group_rows))
-    groups = [number for number, end in enumerate(ends) if end > low and end - file.group_rows[number] < high]
-    position = ends[groups[0]] - file.group_rows[groups[0]]
-    stored = [name for name in names if name in file.schema.names]
-    for batch in _stored_batches(file, stored, groups, rows):
-        first, last = max(low - position, 0), min(high - position, batch.num_rows)
-        if first < last:
-            yield position + first, batch.slice(first, last - first)
-        position += batch.num_rows
+    stored = [name for name in names if name in file.reader.schema.names]
+    end = low
+    with file.source.errors("damaged or unreadable"):
+        for position, batch in file.reader.batches(stored, low, rows):
+            first, end = max(low - position, 0), min(position + batch.num_rows, high)
+            if position + first < end:
+                yield position + first, batch.slice(first, end - position - first)
+            if end == high:
+                return
+    raise InputError(f"{file.source.shown}: damaged: it holds {end} rows, not {file.num_rows} as it says")
 
 
-def _stored_batches(file: _InputFile, names: list[str], groups: list[int], rows: int) -> Iterator[pa.RecordBatch]:
-    try:
-        found = file.path.stat()
-        if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-            raise InputError(f"{file.path}: has changed since the job started; run the job again")
-        # Neither mapped (a file cut short would kill the process) nor buffered ahead (a row group may be huge).
-        with pq.ParquetFile(file.path, memory_map=False, pre_buffer=False, page_checksum_verification=True) as parquet:
-            yield from parquet.iter_batches(rows, row_groups=groups, columns=names)
-    except _READ_ERRORS as error:
-        raise InputError(f"{file.path}: damaged or unreadable: {_first_line(error)}") from error
-
-
-def _conform(file: _InputFile, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with exactly the columns of `schema`, in its types."""
-    arrays = [_column(file, batch, field) for field in schema]
+def _conform(file: _InputFile, batch: pa.RecordBatch, schema: pa.Schema, position: int) -> pa.RecordBatch:
+    """The batch, which starts at this row of the file, with exactly the columns of `schema`, in its types."""
+    arrays = [_column(file, batch, field, position) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema) if arrays else batch.select([])
 
 
-def _column(file: _InputFile, batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
+def _column(file: _InputFile, batch: pa.RecordBatch, field: pa.Field, position: int) -> pa.Array:
     number = batch.schema.get_field_index(field.name)
     if number < 0:
-        return pa.repeat(pa.scalar(file.partition.get(field.name), field.type), batch.num_rows)
+        return pa.repeat(file.partition.get(field.name, pa.scalar(None, field.type)), batch.num_rows)
     column = batch.column(number)
     if column.type == field.type:
         return column
@@ -364,80 +309,16 @@ def _column(file: _InputFile, batch: pa.RecordBatch, field: pa.Field) -> pa.Arra
         return column.cast(field.type)
     except pa.ArrowException as error:
         raise InputError(
-            f"{file.path}: column {field.name!r} cannot be read as {field.type}: {_first_line(error)}"
+            f"{file.source.shown}: row {position + _first_misfit(column, field.type)}: column {field.name!r} cannot be "
+            f"read as {field.type}: {first_line(error)}"
         ) from error
 
 
-# --- where ------------------------------------------------------------------------------------------------------
-
-
-class _Where:
-    """A condition on one row, written in polars' SQL. `columns` are those it needs."""
-
-    def __init__(self, text: str, schema: pa.Schema):
-        self._text = text
-        self._expression = self._parse()
-        self.columns = list(dict.fromkeys(self._expression.meta.root_names()))
-        self._check(schema)
-
-    def mask(self, index: NDArray[np.int64], batch: pa.RecordBatch) -> NDArray[np.bool_]:
-        """Which rows of the batch satisfy the condition; null does not."""
+def _first_misfit(column: pa.Array, kind: pa.DataType) -> int:
+    """The first row whose value cannot be cast."""
+    for row in range(len(column)):
         try:
-            keep = self._evaluate(pa.Table.from_batches([batch.select(self.columns)]), len(index))
-        except pl.exceptions.PolarsError as error:
-            raise self._error(f"fails on rows {index[0]} to {index[-1]}: {_first_line(error)}") from error
-        return keep.fill_null(False).to_numpy().astype(bool)
-
-    def _evaluate(self, table: pa.Table, rows: int) -> pl.Series:
-        frame = (
-            pl.DataFrame(pl.from_arrow(table)) if self.columns else pl.DataFrame({"": pl.repeat(0, rows, eager=True)})
-        )
-        return frame.with_columns(self._expression.alias(_KEEP))[_KEEP]
-
-    def _error(self, what: str) -> SpecError:
-        return SpecError(f"input.where {self._text!r} {what}")
-
-    def _parse(self) -> pl.Expr:
-        try:
-            expression = pl.sql_expr(self._text)
-        except pl.exceptions.PolarsError as error:
-            raise self._error(f"is not a condition in polars SQL: {_first_line(error)}") from error
-        tree = json.loads(expression.meta.serialize(format="json"))
-        if "Alias" in tree or _looks_at_other_rows(tree):
-            raise self._error("must be one condition on a single row (no aggregate, window, subquery or alias)")
-        return expression
-
-    def _check(self, schema: pa.Schema) -> None:
-        for name in self.columns:
-            if name not in schema.names:
-                raise self._error(
-                    f"needs column {name!r}{_nearest(name, schema.names)}; columns: {', '.join(schema.names)}"
-                )
-            if pa.types.is_decimal256(schema.field(name).type):  # polars panics on it
-                raise self._error(f"cannot use column {name!r} of type {schema.field(name).type}")
-        empty = schema.empty_table().select(self.columns)
-        try:
-            kind = self._evaluate(empty, 0).dtype
-        except pl.exceptions.PolarsError as error:
-            raise self._error(
-                f"does not fit the columns: {_first_line(error)}; {_columns_with_types(schema)}"
-            ) from error
-        if kind not in (pl.Boolean, pl.Null):
-            raise self._error(f"gives {kind}, not true or false")
-
-
-def _columns_with_types(schema: pa.Schema) -> str:
-    return "columns: " + ", ".join(f"{field.name} {field.type}" for field in schema)
-
-
-def _looks_at_other_rows(node: Any) -> bool:
-    """Whether polars' serialised expression holds a node whose value at a row depends on other rows."""
-    if isinstance(node, list):
-        return any(map(_looks_at_other_rows, node))
-    if not isinstance(node, dict):
-        return bool(node == "Len")
-    if node.keys() & {"Agg", "Over", "Window", "Rolling", "SubPlan"}:
-        return True
-    return any(
-        _looks_at_other_rows(value) for key, value in node.items() if key not in ("Column", "Literal", "function")
-    )
+            column.slice(row, 1).cast(kind)
+        except pa.ArrowException:
+            return row
+    return 0
