@@ -40,7 +40,7 @@ EXIT_CODES = f"""Exit codes:
 """
 
 app = typer.Typer(
-    help="Answer a table of prompts with a language model: Parquet in, Parquet out.",
+    help="Answer a table of prompts with a language model: a table in, Parquet out.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -449,7 +449,7 @@ def schema() -> None:
 
 @app.command()
 def init(
-    table: Annotated[str, typer.Argument(metavar="TABLE", help="A Parquet file, glob or folder.")],
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="A file, glob, folder or URI.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this new file, not to stdout.")
     ] = None,

@@ -10,10 +10,9 @@ from batchgen.engine.prefix_tree import SharedPrefix, largest_prefixes
 from batchgen.io.deliver import check_columns
 from batchgen.io.model_source import cache_directory
 from batchgen.io.scratch import Scratch
-from batchgen.io.table import open_table
 from batchgen.loading import locate_model, open_model, resolve_numerics, thread_count
 from batchgen.planned import Planned, planned
-from batchgen.prepare import PreparedJob, open_device, prepare, reading_progress
+from batchgen.prepare import PreparedJob, open_device, open_input, prepare, reading_progress
 from batchgen.progress import ProgressListener
 from batchgen.prompts import FailedRow, PromptReader
 from batchgen.spec import JobSpec
@@ -40,6 +39,8 @@ class PrefixText:
 class JobPlan:
     """The figures, the rows that will fail, the largest shared prefixes, and how more could be shared.
 
+    `notes`: what might surprise in the input's files.
+
     `shared_tokens`: prompt tokens that all shared prefixes together save, those that are not shown too.
     `tokenize_seconds`: what reading, rendering and encoding took, `tokenize_tokens_per_second` their speed.
     """
@@ -51,6 +52,7 @@ class JobPlan:
     advice: list[Advice]
     tokenize_seconds: float
     tokenize_tokens_per_second: float
+    notes: tuple[str, ...] = ()
 
     def values(self) -> dict[str, Any]:
         """As JSON values."""
@@ -65,13 +67,14 @@ class JobPlan:
             "shared_prefixes": asdict(self.prefixes),
             "advice": [advice.values_for_json() for advice in self.advice],
             "failing_rows": failing,
+            "notes": list(self.notes),
         }
 
 
 def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
     """What a job will compute, from the table and the model's header alone."""
     started = time.perf_counter()
-    table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
+    table = open_input(spec.input)
     check_columns(table.schema, spec.output.columns, spec.output.prefix)
     path, sha256 = locate_model(spec.model, progress.message)
     model = open_model(path, spec.model.pre_tokenizer)
@@ -92,6 +95,7 @@ def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
         advice=advise(spec.input, table, figures.computed_prompt_tokens) if spec.engine.prefix_sharing else [],
         tokenize_seconds=job.prompts.tokenize_seconds,
         tokenize_tokens_per_second=job.prompts.tokens_per_second,
+        notes=table.notes,
     )
 
 

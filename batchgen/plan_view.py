@@ -70,7 +70,8 @@ def seconds(value: float) -> str:
 
 
 def plan_notes(plan: JobPlan) -> Iterator[str]:
-    """Advice, and the first rows that will fail."""
+    """What might surprise in the files, advice, and the first rows that will fail."""
+    yield from plan.notes
     yield from (f"advice: {advice.text}" for advice in plan.advice)
     for row in plan.failing_rows[:SHOWN_FAILURES]:
         name = f" ({row.name})" if row.name else ""

@@ -11,12 +11,19 @@ from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefi
 from batchgen.engine.prompt_table import Store
 from batchgen.engine.run_order import RunOrder, pages_at_once, plan_order, run_order
 from batchgen.head_start import head_rows
-from batchgen.io.table import InputTable
+from batchgen.io.table import InputTable, open_table
 from batchgen.kernels.base import Backend
 from batchgen.loading import ModelFile, Numerics, kv_pages, make_backend, thread_count
 from batchgen.progress import Progress, ProgressListener
 from batchgen.prompts import JobPrompts, OnRows, PromptReader
-from batchgen.spec import JobSpec
+from batchgen.spec import InputSpec, JobSpec
+
+
+def open_input(given: InputSpec) -> InputTable:
+    """The table that the spec names."""
+    return open_table(
+        given.path, where=given.where, limit=given.limit, format=given.format, column_types=given.column_types
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,8 +29,9 @@ from batchgen.head_start import Reading, head_rows
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
 from batchgen.io.reuse import ASKED, take_over
+from batchgen.io.openai_batch import deliver_batch_output
 from batchgen.io.scratch import Scratch
-from batchgen.io.table import InputTable, open_table
+from batchgen.io.table import InputTable
 from batchgen.io.writer import JobWriter
 from batchgen.kernels.base import StepLimits
 from batchgen.loading import (
@@ -46,7 +47,7 @@ from batchgen.loading import (
 )
 from batchgen.planned import planned
 from batchgen.prefix_cache import open_tiers
-from batchgen.prepare import PreparedJob, open_device, prepare, reading_progress
+from batchgen.prepare import PreparedJob, open_device, open_input, prepare, reading_progress
 from batchgen.progress import Progress, ProgressListener
 from batchgen.prompts import PromptReader
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
@@ -86,7 +87,9 @@ def run_job(
     directory and this one would compute again.
     """
     started = time.perf_counter()
-    table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
+    table = open_input(spec.input)
+    for note in table.notes:
+        progress.message(note)
     check_columns(table.schema, spec.output.columns, spec.output.prefix)
     numerics = resolve_numerics(spec.model, spec.engine)
     path, sha256 = locate_model(spec.model, progress.message)
@@ -445,6 +448,9 @@ class _Run:
             part_rows=output.part_rows,
             timings=output.timings == "token",
         )
+        if self._job.spec.input.is_batch:
+            model = self._job.model.config.name
+            deliver_batch_output(self._checkpoint, self._table, prefix=output.prefix, model=model)
         self._checkpoint.finish(self._job_record(generated))
 
     def _totals(self, generated: int) -> dict[str, Any]:

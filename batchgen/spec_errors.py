@@ -171,6 +171,8 @@ def _noun(schema: Schema, root: Schema) -> str:
         return _FORMATS[schema["format"]]
     if schema.get("type") == "array":
         return f"a list of which each item is {_allowed(schema.get('items', {}), root)}"
+    if schema["type"] == "object" and "additionalProperties" in schema and "properties" not in schema:
+        return f"keys, of which each is {_allowed(schema['additionalProperties'], root)}"
     if schema["type"] == "object":
         return f"a section of keys ({', '.join(_properties(schema, root))})"
     noun = "non-empty text" if schema.get("minLength") else _NOUNS[schema["type"]]

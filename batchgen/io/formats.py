@@ -6,7 +6,8 @@ tells both in its footer; the other formats are read through once for them, whic
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from pathlib import PurePosixPath
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from batchgen.io.openai_batch import open_openai_batch
 from batchgen.io.sources import SourceFile
 
 _BATCH_BYTES = 64 << 20
+_PEEK = 16  # rows, to see how wide they are
 _PACKED = (".gz", ".zst", ".bz2", ".lz4")
 
 Position = tuple[int, pa.RecordBatch]
@@ -117,6 +119,7 @@ class _ParquetReader:
                 meta, self.schema = file.metadata, file.schema_arrow
         groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
         self._group_ends = list(accumulate((group.num_rows for group in groups), initial=0))
+        # Without what a dictionary in the file saves.
         self._row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
         if any(group.num_rows < 0 for group in groups):
             raise InputError(f"{source.shown}: not a readable Parquet file: a negative number of rows")
@@ -128,10 +131,11 @@ class _ParquetReader:
     def batches(self, columns: Sequence[str], start: int, rows: int) -> Iterator[Position]:
         first = next(number for number, end in enumerate(self._group_ends[1:]) if end > start)
         position = self._group_ends[first]
-        rows = max(1, min(rows, _BATCH_BYTES // max(self._row_bytes, 1)))
         groups = list(range(first, len(self._group_ends) - 1))
         with self._open() as file:
-            for batch in file.iter_batches(rows, row_groups=groups, columns=list(columns)):
+            read = partial(file.iter_batches, row_groups=groups, columns=list(columns))
+            wide = max([self._row_bytes, *(batch.nbytes // max(batch.num_rows, 1) for batch in islice(read(_PEEK), 1))])
+            for batch in read(max(1, min(rows, _BATCH_BYTES // max(wide, 1)))):
                 yield position, batch
                 position += batch.num_rows
 

@@ -20,12 +20,12 @@ from batchgen.errors import RowError
 from batchgen.io.checkpoint import Checkpoint
 from batchgen.io.files import output_errors, write_atomically
 from batchgen.io.json_lines import Row, is_unicode, read_blocks
+from batchgen.io.schemas import BATCH_OUTPUT
 from batchgen.io.sources import SourceFile
 
 if TYPE_CHECKING:
     from batchgen.io.table import InputTable
 
-OUTPUT_NAME = "batch_output.jsonl"
 COLUMNS = ("custom_id", "method", "url", "body")
 
 _SCHEMA = pa.schema([(name, pa.string()) for name in COLUMNS])
@@ -147,7 +147,7 @@ def sampling_of(row: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
 
 
 def deliver_batch_output(checkpoint: Checkpoint, table: "InputTable", *, prefix: str, model: str) -> None:
-    """Writes `OUTPUT_NAME` beside the results just delivered: a line per request, in input order.
+    """Writes `BATCH_OUTPUT` beside the results just delivered: a line per request, in input order.
 
     `prefix` is that of the result columns. The same job gives the same bytes. Raises OutputError when writing fails.
     """
@@ -161,7 +161,7 @@ def deliver_batch_output(checkpoint: Checkpoint, table: "InputTable", *, prefix:
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
     with output_errors(checkpoint.directory):
-        write_atomically(checkpoint.directory / OUTPUT_NAME, write, checkpoint.work / OUTPUT_NAME)
+        write_atomically(checkpoint.directory / BATCH_OUTPUT, write, checkpoint.work / BATCH_OUTPUT)
 
 
 def _results(directory: Path, prefix: str) -> Iterator[Row]:

@@ -57,4 +57,7 @@ STEPS = pa.schema(
     ]
 )
 
+BATCH_OUTPUT = "batch_output.jsonl"
+"""Beside the results: the answers as OpenAI's batch output, when they were asked for as such a batch."""
+
 SCHEMAS = {"results": RESULTS, "timings": TIMINGS, "steps": STEPS}

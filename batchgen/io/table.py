@@ -23,7 +23,7 @@ from batchgen.io.partitions import read_partitions
 from batchgen.io.sources import SourceFile, find_files, first_line
 from batchgen.io.where import Where, nearest
 
-_BATCH_ROWS = 256  # of a megabyte each, perhaps
+_BATCH_ROWS = 1024
 
 Batch = tuple[NDArray[np.int64], pa.RecordBatch]
 

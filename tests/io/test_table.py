@@ -216,7 +216,7 @@ def test_unreadable_inputs(tmp_path):
         return str(caught.value)
 
     assert "does not exist" in message(tmp_path / "none.parquet")
-    assert "no *.parquet file" in message(tmp_path)
+    assert "has no file of a format that is read (*.parquet, " in message(tmp_path)
     assert "matches no file" in message(tmp_path / "*.parquet")
     file = tmp_path / "a.parquet"
     file.write_bytes(b"")
