@@ -5,7 +5,7 @@ Leading zeros, plus signs, blanks and numbers that would be rounded to a neighbo
 that is not quoted is null; everything else ("NA", "null") is text.
 """
 
-import sys
+import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from batchgen.io.sources import SourceFile
 _BLOCK_BYTES = 16 << 20  # holds any row
 _MAX_COLUMNS = 10_000
 _MAX_HEADER = 1 << 20
-_EXACT = 2**53  # the largest whole number up to which float64 holds all
+_EXACT = 2.0**53  # below it float64 holds all whole numbers
 _WHOLE = "^(0|-?[1-9][0-9]{0,18})$"
 _PATTERNS = {
     pa.bool_(): "^(true|false|True|False|TRUE|FALSE)$",
@@ -64,8 +64,7 @@ def _holds(kind: pa.DataType, texts: pa.Array) -> bool:
 def _is_exact(texts: pa.Array, values: pa.Array) -> bool:
     """Whether float64 holds the numbers: it rounds large whole ones."""
     is_whole = pc.match_substring_regex(texts, _WHOLE)
-    limits = pc.if_else(is_whole, float(_EXACT), sys.float_info.max)
-    return bool(pc.all(pc.less_equal(pc.abs(values), limits)).as_py())
+    return bool(pc.all(pc.less(pc.abs(values), pc.if_else(is_whole, _EXACT, math.inf))).as_py())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

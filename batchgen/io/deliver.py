@@ -64,9 +64,8 @@ def check_columns(schema: pa.Schema, columns: Columns, prefix: str) -> pa.Schema
 
 
 def _check_type(field: pa.Field) -> None:
-    nothing = pa.schema([field]).empty_table()
     try:
-        pq.write_table(nothing, pa.BufferOutputStream(), **_WRITE)
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field]), **_WRITE).close()
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise OutputError(

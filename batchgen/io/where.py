@@ -34,9 +34,11 @@ class Where:
 
     def mask(self, index: NDArray[np.int64], batch: pa.RecordBatch) -> NDArray[np.bool_]:
         """Which rows of the batch satisfy the condition; null does not."""
+        needed = batch.select(self.columns)
         try:
-            keep = self._evaluate(pa.Table.from_batches([batch.select(self.columns)]), len(index))
-        except pl.exceptions.PolarsError as error:
+            needed.validate(full=True)  # polars trusts that text is UTF-8
+            keep = self._evaluate(pa.Table.from_batches([needed]), len(index))
+        except _ERRORS as error:
             raise self._error(f"fails on rows {index[0]} to {index[-1]}: {first_line(error)}") from error
         return keep.fill_null(False).to_numpy().astype(bool)
 
@@ -65,17 +67,28 @@ class Where:
                 raise self._error(
                     f"needs column {name!r}{nearest(name, schema.names)}; columns: {', '.join(schema.names)}"
                 )
-            if pa.types.is_decimal256(schema.field(name).type):  # polars panics on it
+            if _panics(schema.field(name).type):
                 raise self._error(f"cannot use column {name!r} of type {schema.field(name).type}")
-        empty = schema.empty_table().select(self.columns)
         try:
+            empty = pa.schema([schema.field(name) for name in self.columns]).empty_table()
             kind = self._evaluate(empty, 0).dtype
-        except pl.exceptions.PolarsError as error:
+        except _ERRORS as error:
             raise self._error(
                 f"does not fit the columns: {first_line(error)}; {_columns_with_types(schema)}"
             ) from error
         if kind not in (pl.Boolean, pl.Null):
             raise self._error(f"gives {kind}, not true or false")
+
+
+def _panics(kind: pa.DataType) -> bool:
+    """Whether polars panics on the type, or on one inside it: it would tell the user all about its stack."""
+    if pa.types.is_timestamp(kind):
+        return (kind.tz or "").startswith(("+", "-"))
+    inner = [field.type for field in kind] if pa.types.is_struct(kind) or pa.types.is_union(kind) else []
+    inner += [
+        getattr(kind, name) for name in ("value_type", "key_type", "item_type", "storage_type") if hasattr(kind, name)
+    ]
+    return pa.types.is_decimal256(kind) or pa.types.is_interval(kind) or any(map(_panics, inner))
 
 
 def _columns_with_types(schema: pa.Schema) -> str:
