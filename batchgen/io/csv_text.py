@@ -5,6 +5,7 @@ Leading zeros, plus signs, blanks and numbers that would be rounded to a neighbo
 that is not quoted is null; everything else ("NA", "null") is text.
 """
 
+import io
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from batchgen.io.sources import SourceFile
 _BLOCK_BYTES = 16 << 20  # holds any row
 _MAX_COLUMNS = 10_000
 _MAX_HEADER = 1 << 20
+_TAIL_BYTES = 1 << 10
 _EXACT = 2.0**53  # below it float64 holds all whole numbers
 _WHOLE = "^(0|-?[1-9][0-9]{0,18})$"
 _PATTERNS = {
@@ -78,15 +80,16 @@ class CsvReader:
 
     def batches(self, columns: Sequence[str], start: int, rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         position = 0
-        for batch in _read(self._source, self._delimiter, self.schema, columns):
-            for offset in range(0, batch.num_rows, rows):
-                part = batch.slice(offset, rows)
-                yield position + offset, part if columns else part.select([])
-            position += batch.num_rows
+        with self._source.open_stream() as stream:
+            for batch in _read(stream, self._delimiter, self.schema, columns):
+                for offset in range(0, batch.num_rows, rows):
+                    part = batch.slice(offset, rows)
+                    yield position + offset, part if columns else part.select([])
+                position += batch.num_rows
 
 
 def _read(
-    source: SourceFile, delimiter: str, schema: pa.Schema, columns: Sequence[str] | None
+    stream: "io.BufferedReader | _Watched", delimiter: str, schema: pa.Schema, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """Batches of some 16 MiB with these columns; with none given, with all."""
     convert = pyarrow.csv.ConvertOptions(
@@ -98,13 +101,31 @@ def _read(
         true_values=_TRUE,
         false_values=_FALSE,
     )
-    with source.open_stream() as stream:
-        yield from pyarrow.csv.open_csv(
-            stream,
-            pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-            pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            convert,
-        )
+    yield from pyarrow.csv.open_csv(
+        stream,
+        pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
+        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert,
+    )
+
+
+class _Watched:
+    """A stream of which the last bytes are remembered."""
+
+    closed = False
+
+    def __init__(self, stream: io.BufferedReader):
+        self._stream = stream
+        self._tail = b""
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._tail = (self._tail + data)[-_TAIL_BYTES:] if data else self._tail
+        return data
+
+    @property
+    def ends_with_quote(self) -> bool:
+        return self._tail.rstrip(b"\r\n").endswith(b'"')
 
 
 def open_csv(files: Sequence[SourceFile], as_text: Container[str], delimiter: str = ",") -> Sequence[CsvReader]:
@@ -128,13 +149,23 @@ def _scan(
         names, is_all = _header(source, delimiter)
         for name in names:
             types.setdefault(name, _ColumnTypes(name in as_text))
-        count = 0
-        texts = pa.schema([(name, pa.string()) for name in names])
-        for batch in () if is_all else _read(source, delimiter, texts, None):
-            count += batch.num_rows
+        count = 0 if is_all else _scan_rows(source, delimiter, names, types)
+    return names, count
+
+
+def _scan_rows(source: SourceFile, delimiter: str, names: list[str], types: dict[str, _ColumnTypes]) -> int:
+    texts = pa.schema([(name, pa.string()) for name in names])
+    count, last = 0, ""
+    with source.open_stream() as stream:
+        watched = _Watched(stream)
+        for batch in _read(watched, delimiter, texts, ()):
             for name, column in zip(names, batch.columns, strict=True):
                 types[name].add(column)
-    return names, count
+            if batch.num_rows:
+                count, last = count + batch.num_rows, batch.columns[-1][-1].as_py() or ""
+    if "\n" in last and not watched.ends_with_quote:  # pyarrow takes the rest of the file for a field
+        raise InputError(f"{source.shown}: row {count + 1}: a quote has no end")
+    return count
 
 
 def _header(source: SourceFile, delimiter: str) -> tuple[list[str], bool]:

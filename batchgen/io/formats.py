@@ -158,7 +158,10 @@ class _ArrowReader:
         self._source = source
         with source.errors("not a readable Arrow IPC file"):
             with source.open() as file:
-                self._is_file = file.read(6) == b"ARROW1"
+                mark = file.read(6)
+            if mark.startswith(b"FEA1"):
+                raise InputError(f"{source.shown}: not a readable Arrow IPC file: it is Feather V1; write it as V2")
+            self._is_file = mark == b"ARROW1"
             self.schema, self.num_rows = self._scan()
 
     def _scan(self) -> tuple[pa.Schema, int]:

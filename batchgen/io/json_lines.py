@@ -136,7 +136,7 @@ class JsonTypes:
         if depth >= _MAX_DEPTH:
             raise _Misfit(f"'{path}' is nested deeper than {_MAX_DEPTH} levels")
         if self._nodes > _MAX_NODES:
-            raise _Misfit(f"has one of more than {_MAX_NODES:,} different keys")
+            raise _Misfit(f"has the last of over {_MAX_NODES:,} different keys")
         return _Shape()
 
     def _widen(self, shape: _Shape, value: Any, path: str) -> None:
@@ -145,7 +145,7 @@ class JsonTypes:
             raise _Misfit(f"'{path}' holds half a surrogate pair, which is no character")
         if shape.kind != kind:
             if shape.kind and {shape.kind, kind} != {"int64", "double"}:
-                raise _Misfit(f"'{path}' is a {kind}, but a {shape.kind} before")
+                raise _Misfit(f"'{path}' is {kind}, but {shape.kind} before")
             shape.kind = "double" if shape.kind else kind
         if kind == "int64" and not -_EXACT <= value <= _EXACT:
             if not -(2**63) <= value < 2**63:
