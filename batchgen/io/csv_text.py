@@ -101,12 +101,14 @@ def _read(
         true_values=_TRUE,
         false_values=_FALSE,
     )
-    yield from pyarrow.csv.open_csv(
-        stream,
-        pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert,
-    )
+    read = pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+    parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    try:
+        yield from pyarrow.csv.open_csv(stream, read, parse, convert)
+    except pa.ArrowInvalid as error:
+        if "straddling" not in str(error):
+            raise
+        raise ValueError(f"a row is longer than {_BLOCK_BYTES >> 20} MiB, or a quote has no end") from error
 
 
 class _Watched:
