@@ -117,7 +117,8 @@ def find_files(path: str, is_data: IsData, what: str) -> list[SourceFile]:
         return _find_remote(path, is_data, what)
     base, paths = _find_local(os.path.expanduser(path), is_data, what)
     local = pyarrow.fs.LocalFileSystem()
-    return [_source(local, str(found), str(found), found.relative_to(base).as_posix()) for found in paths]
+    # Absolute: pyarrow takes a relative "a:/b" for a URI.
+    return [_source(local, str(path.absolute()), str(path), path.relative_to(base).as_posix()) for path in paths]
 
 
 def _source(filesystem: pyarrow.fs.FileSystem, path: str, shown: str, name: str) -> SourceFile:
@@ -188,9 +189,10 @@ def _find_remote(uri: str, is_data: IsData, what: str) -> list[SourceFile]:
         filesystem, base, paths = _list_remote(uri, is_data)
         scheme = uri.partition("://")[0]
         found = _in_order([PurePosixPath(path) for path in paths], f"input {uri!r}: no {what} there")
+        names = [str(path).removeprefix(base).lstrip("/") for path in found]
         return [
-            _source(filesystem, str(path), f"{scheme}://{str(path).lstrip('/')}", path.relative_to(base).as_posix())
-            for path in found
+            _source(filesystem, str(path), f"{scheme}://{str(path).lstrip('/')}", name)
+            for path, name in zip(found, names, strict=True)
         ]
     except InputError:
         raise
@@ -214,15 +216,14 @@ def _list_remote(uri: str, is_data: IsData) -> tuple[pyarrow.fs.FileSystem, str,
     if address.startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in options:
         options = "&".join(filter(None, [options, f"retry_limit_seconds={_GCS_SECONDS}"]))  # it tries for long minutes
     filesystem, base = pyarrow.fs.FileSystem.from_uri(f"{fixed}?{options}" if options else fixed)
-    files = _as_fsspec(filesystem)
+    files, base = _as_fsspec(filesystem), base.rstrip("/")
     if pattern:
         matches = files.glob(f"{base}/{pattern}", detail=True)
         return filesystem, base, [path for path, info in matches.items() if info["type"] == "file"]
     if files.isfile(base):
-        return filesystem, str(PurePosixPath(base).parent), [base]
-    found = (PurePosixPath(path) for path in files.find(base))
-    visible = [path for path in found if not any(map(_is_hidden, path.relative_to(base).parts))]
-    return filesystem, base, [str(path) for path in visible if is_data(path.name)]
+        return filesystem, base.rpartition("/")[0], [base]
+    visible = [path for path in files.find(base) if not any(map(_is_hidden, path.removeprefix(base).split("/")))]
+    return filesystem, base, [path for path in visible if is_data(path.rpartition("/")[2])]
 
 
 def _split_pattern(address: str) -> tuple[str, str]:
