@@ -26,7 +26,7 @@ READ_ERRORS = (pa.ArrowException, OSError, ValueError, RecursionError)
 
 _COPY_BYTES = 1 << 20
 _LINE_BYTES = 400  # of an error message
-_GCS_SECONDS = 60
+_GCS_SECONDS = 30
 # What fsspec's file systems call the name of a file's content.
 _CONTENT_NAMES = ("etag", "ETag", "e_tag", "blob_id", "md5Hash", "content_hash", "generation")
 
@@ -217,10 +217,11 @@ def _list_remote(uri: str, is_data: IsData) -> tuple[pyarrow.fs.FileSystem, str,
         options = "&".join(filter(None, [options, f"retry_limit_seconds={_GCS_SECONDS}"]))  # it tries for long minutes
     filesystem, base = pyarrow.fs.FileSystem.from_uri(f"{fixed}?{options}" if options else fixed)
     files, base = _as_fsspec(filesystem), base.rstrip("/")
+    kind = filesystem.get_file_info(base).type if base else None  # raises what fsspec's `find` and `glob` keep quiet
     if pattern:
         matches = files.glob(f"{base}/{pattern}", detail=True)
         return filesystem, base, [path for path, info in matches.items() if info["type"] == "file"]
-    if files.isfile(base):
+    if kind == pyarrow.fs.FileType.File:
         return filesystem, base.rpartition("/")[0], [base]
     visible = [path for path in files.find(base) if not any(map(_is_hidden, path.removeprefix(base).split("/")))]
     return filesystem, base, [path for path in visible if is_data(path.rpartition("/")[2])]

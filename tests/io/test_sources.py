@@ -78,16 +78,16 @@ def test_a_remote_file_that_changes(memory):
     assert open_table(f"{MEMORY}/lines/a.jsonl").fingerprint() != before
 
 
-@pytest.mark.parametrize("name", ["etag", "blob_id", "mtime"])
-def test_what_the_storage_tells_of_the_content_is_the_fingerprint(memory, monkeypatch, name):
-    told = {"/lines/a.jsonl": "one"}
+@pytest.mark.parametrize(("name", "first", "second"), [("etag", "a", "b"), ("blob_id", "a", "b"), ("mtime", 1.0, 2.0)])
+def test_what_the_storage_tells_of_the_content_is_the_fingerprint(memory, monkeypatch, name, first, second):
+    told = {"/lines/a.jsonl": first}
     info = memory.info
     monkeypatch.setattr(type(memory), "info", lambda self, path, **_: {**info(path), name: told.get(path)})
     table = open_table(f"{MEMORY}/lines/a.jsonl")
     before = table.fingerprint()
     memory.pipe("/lines/a.jsonl", b'{"name": "lines/b.jsonl"}\n')  # as long as before
     assert open_table(f"{MEMORY}/lines/a.jsonl").fingerprint() == before
-    told["/lines/a.jsonl"] = "two"
+    told["/lines/a.jsonl"] = second
     assert open_table(f"{MEMORY}/lines/a.jsonl").fingerprint() != before
     with pytest.raises(InputError, match="has changed"):
         list(table.batches())
