@@ -20,6 +20,7 @@ from batchgen.io.csv_text import open_csv, open_tsv
 from batchgen.io.json_lines import open_json_lines
 from batchgen.io.openai_batch import open_openai_batch
 from batchgen.io.sources import SourceFile
+from batchgen.io.where import inner_types
 
 _BATCH_BYTES = 64 << 20
 _PEEK = 16  # rows, to see how wide they are
@@ -106,6 +107,17 @@ def _name(kind: Format) -> str:
     return next(name for name, other in FORMATS.items() if other is kind)
 
 
+def _checked(schema: pa.Schema) -> pa.Schema:
+    """The schema, if all its names can be read: pyarrow has not looked whether they are UTF-8. Raises ValueError."""
+    kinds = [pa.struct(list(schema))]
+    while kinds:
+        kind = kinds.pop()
+        if pa.types.is_struct(kind) or pa.types.is_union(kind):
+            _ = [field.name for field in kind]
+        kinds += inner_types(kind)
+    return schema
+
+
 # --- Parquet ----------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +128,7 @@ class _ParquetReader:
             if source.size == 0:
                 raise InputError(f"{source.shown}: not a Parquet file: it is empty (0 bytes)")
             with self._open() as file:
-                meta, self.schema = file.metadata, file.schema_arrow
+                meta, self.schema = file.metadata, _checked(file.schema_arrow)
         groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
         self._group_ends = list(accumulate((group.num_rows for group in groups), initial=0))
         # Without what a dictionary in the file saves.
@@ -166,7 +178,7 @@ class _ArrowReader:
 
     def _scan(self) -> tuple[pa.Schema, int]:
         with self._source.open() as file:
-            schema = self._reader(file, None).schema
+            schema = _checked(self._reader(file, None).schema)
         return schema, sum(batch.num_rows for _, batch in self._read([]))
 
     def batches(self, columns: Sequence[str], start: int, rows: int) -> Iterator[Position]:

@@ -21,7 +21,7 @@ from batchgen.errors import InputError, SpecError
 from batchgen.io.formats import FileReader, choose_format, describe, is_data
 from batchgen.io.partitions import read_partitions
 from batchgen.io.sources import SourceFile, find_files, first_line
-from batchgen.io.where import Where, nearest
+from batchgen.io.where import Where, listed, nearest
 
 _BATCH_ROWS = 1024
 
@@ -181,7 +181,7 @@ def _declare(stored: pa.Schema, types: Mapping[str, pa.DataType], typed: bool, p
 def check_column(name: str, names: Sequence[str]) -> None:
     """Raises InputError, with the nearest name, when the table has no column `name`."""
     if name not in names:
-        raise InputError(f"the input has no column {name!r}{nearest(name, names)}; its columns: {', '.join(names)}")
+        raise InputError(f"the input has no column {name!r}{nearest(name, names)}; its columns: {listed(names)}")
 
 
 def take_rows(batch: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatch:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from batchgen.errors import SpecError
 from batchgen.io.sources import first_line
 
+_SHOWN_NAMES = 50
 _KEEP = "__batchgen_keep__"
 _ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException)
 
@@ -21,6 +22,12 @@ def nearest(name: str, names: Sequence[str]) -> str:
     """ " (did you mean 'x'?)" if one of the names is near."""
     close = difflib.get_close_matches(name, names, 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names in one line, the first of them where they are many."""
+    shown = [name if name.isprintable() else repr(name) for name in names[:_SHOWN_NAMES]]
+    return ", ".join(shown) + (f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else "")
 
 
 class Where:
@@ -65,7 +72,7 @@ class Where:
         for name in self.columns:
             if name not in schema.names:
                 raise self._error(
-                    f"needs column {name!r}{nearest(name, schema.names)}; columns: {', '.join(schema.names)}"
+                    f"needs column {name!r}{nearest(name, schema.names)}; columns: {listed(schema.names)}"
                 )
             if _panics(schema.field(name).type):
                 raise self._error(f"cannot use column {name!r} of type {schema.field(name).type}")
@@ -84,15 +91,18 @@ def _panics(kind: pa.DataType) -> bool:
     """Whether polars panics on the type, or on one inside it: it would tell the user all about its stack."""
     if pa.types.is_timestamp(kind):
         return (kind.tz or "").startswith(("+", "-"))
-    inner = [field.type for field in kind] if pa.types.is_struct(kind) or pa.types.is_union(kind) else []
-    inner += [
-        getattr(kind, name) for name in ("value_type", "key_type", "item_type", "storage_type") if hasattr(kind, name)
-    ]
-    return pa.types.is_decimal256(kind) or pa.types.is_interval(kind) or any(map(_panics, inner))
+    return pa.types.is_decimal256(kind) or pa.types.is_interval(kind) or any(map(_panics, inner_types(kind)))
+
+
+def inner_types(kind: pa.DataType) -> list[pa.DataType]:
+    """The types that a nested type is made of."""
+    fields = [field.type for field in kind] if pa.types.is_struct(kind) or pa.types.is_union(kind) else []
+    parts = ("value_type", "key_type", "item_type", "storage_type")
+    return fields + [getattr(kind, name) for name in parts if hasattr(kind, name)]
 
 
 def _columns_with_types(schema: pa.Schema) -> str:
-    return "columns: " + ", ".join(f"{field.name} {field.type}" for field in schema)
+    return "columns: " + listed([f"{field.name} {field.type}" for field in schema])
 
 
 def _looks_at_other_rows(node: Any) -> bool:

@@ -218,6 +218,7 @@ ERRORS = [
     ("a stream cut short", "e.arrow", STREAM[:-300], "not a readable Arrow IPC file"),
     ("text that is no UTF-8", "f.arrow", arrow(BAD_TEXT), "Invalid UTF8 sequence at string index 0"),
     ("offsets beyond the data", "g.arrow", arrow(BAD_OFFSETS), "not a readable Arrow IPC file"),
+    ("a name that is no UTF-8", "i.arrow", FILE.replace(b"x\0\0\0", b"\xff\0\0\0"), "can't decode byte 0xff"),
     ("a name twice", "h.arrow", arrow(DUPLICATE), "column 'x' occurs twice"),
     ("a format that is not read", "a.xlsx", b"PK", "its name does not tell its format (.parquet, .pq, .jsonl, "),
     ("no ending", "data", b"x\n1\n", "its name does not tell its format"),

@@ -236,6 +236,15 @@ def test_a_missing_column_names_the_nearest(numbers):
         open_table(numbers).batches(["xs"])
 
 
+def test_long_and_odd_names_of_columns_stay_in_one_line(tmp_path):
+    names = ["a\nb", *(f"column {number}" for number in range(1000))]
+    pq.write_table(pa.table([pa.array([1])] * 1001, names=names), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"its columns: 'a\\nb', column 0, .*, column 48 and 951 more$"):
+        open_table(tmp_path).batches(["x"])
+    with pytest.raises(SpecError, match=r"needs column 'x'; columns: 'a\\nb', column 0, .* and 951 more$"):
+        open_table(tmp_path, where="x > 1")
+
+
 def test_a_file_that_changes_while_the_job_runs(numbers):
     table = open_table(numbers)
     os.utime(numbers / "0.parquet", ns=(1, 1))
