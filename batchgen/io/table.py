@@ -152,8 +152,9 @@ def open_table(
     stored = _declare(_unify(files), types, kind.typed, partitions.schema)
     schema = _with_partitions(stored, partitions.schema, files)
     table = InputTable(schema, partitions.notes, files, None, None)
-    for _ in table.batches([name for name in types if name in stored.names]):
-        pass  # a value that is not of its declared type is better found now than when the answers are delivered
+    if declared := [name for name in types if name in stored.names]:
+        for _ in table.batches(declared):
+            pass  # a value that is not of its declared type is better found now than when the answers are delivered
     return replace(table, _where=None if where is None else Where(where, schema), _limit=limit)
 
 

@@ -1,7 +1,7 @@
 """Files damaged by number: `python -m tests.io.fuzz_input FOLDER FIRST LAST` reads each and prints what became of it.
 
 A process of its own, since a reader in C may die of a damaged file, and with little memory, since a damaged length may
-ask for a lot. A line `number ...` comes before a file is read, `number outcome` after it.
+ask for a lot. A line `number ...` comes before a file is read, `number outcome` after it, and `peak MiB` at the end.
 """
 
 import contextlib
@@ -161,6 +161,7 @@ def main(folder: str, first: str, last: str) -> None:
     for number in range(int(first), int(last)):
         print(number, "...", flush=True)
         print(number, outcome(Path(folder), number), flush=True)
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 
 if __name__ == "__main__":
