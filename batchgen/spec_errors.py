@@ -133,7 +133,10 @@ def _at(schema: Schema, keys: Keys, root: Schema) -> Schema:
 
 
 def _step(schema: Schema, key: str | int, root: Schema) -> Schema:
-    return schema.get("items", {}) if isinstance(key, int) else _properties(schema, root).get(key, {})
+    if isinstance(key, int):
+        return schema.get("items", {})
+    any_key = _resolve(schema, root).get("additionalProperties") or {}  # false where the keys are known
+    return _properties(schema, root).get(key, any_key)
 
 
 def _properties(schema: Schema, root: Schema) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """The command line: what it prints, and the exit codes. The runner is a stand-in."""
 
+import gzip
 import json
 import os
 import signal
@@ -444,6 +445,25 @@ def test_init_makes_a_valid_spec(tmp_path, capsys, monkeypatch, columns, keys):
     assert {name: getattr(job.input, name) for name in keys} == keys
     assert cli.main(["init", "data/my table.parquet"]) == 0
     assert capsys.readouterr().out.endswith(Path("jobs.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.jsonl", '{"id": 7, "question": "why?"}', 'prompt: "{{ question }}"'),
+        ("a.ndjson", '{"messages": [{"role": "user", "content": "hi"}]}', "messages: messages"),
+        ("a.jsonl.gz", '{"input_ids": [1, 2]}', "token_ids: input_ids"),
+        ("a.csv", "n,long text,text\n1,a,b", 'prompt: "{{ text }}"'),
+        ("a.tsv", "n\ttext\n1\ta", 'prompt: "{{ text }}"'),
+        ("a.jsonl", '{"custom_id": "x", "method": "POST", "url": "", "body": {}}', "format: openai_batch"),
+    ],
+)
+def test_init_reads_every_format(tmp_path, capsys, monkeypatch, name, text, line):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(gzip.compress(text.encode() + b"\n") if name.endswith(".gz") else text.encode() + b"\n")
+    assert cli.main(["init", name, "-o", "job.yaml"]) == 0
+    assert f"  {line}" in Path("job.yaml").read_text()
+    load_spec(Path("job.yaml"))
 
 
 def test_init_writes_a_path_from_the_folder_of_the_spec(tmp_path, capsys, monkeypatch):

@@ -153,6 +153,34 @@ def chunks(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays([c.dictionary_decode() if isinstance(c, pa.DictionaryArray) else c for c in column.chunks])
 
 
+def test_an_openai_batch_is_answered_as_one(make_spec, run, tmp_path: Path) -> None:
+    asks = [f"What is {number} plus 1?" for number in range(3)]
+    bodies = [{"model": "gpt-4o", "messages": [{"role": "user", "content": ask}], "max_tokens": 4} for ask in asks]
+    bodies[1] |= {"n": 2, "temperature": 0.5, "seed": 3}
+    bodies[2]["tools"] = [{"type": "function"}]
+    rows = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/chat/completions", "body": b} for i, b in enumerate(bodies)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = make_spec(input={"path": str(tmp_path / "in.jsonl"), "format": "openai_batch"})
+    assert (run(spec).rows, job(spec)["totals"]["failed_rows"]) == (3, 1)
+    lines = [json.loads(line) for line in (Path(spec.output.path) / "batch_output.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == ["r0", "r1", "r2"]
+    texts = [[c["message"]["content"] for c in line["response"]["body"]["choices"]] for line in lines[:2]]
+    frame = results(spec)
+    assert [texts[0][0], *texts[1]] == frame["text"].to_list()[:3] and frame["sample_index"].to_list() == [0, 0, 1, 0]
+    assert lines[2]["error"] == {"code": "schema_error", "message": "body.tools is not supported"}
+
+    # The same questions as a table give the same bits.
+    (tmp_path / "in.csv").write_text("".join(["ask\n", *(ask + "\n" for ask in asks)]))
+    table = make_spec(
+        "table", input={"path": str(tmp_path / "in.csv"), "prompt": "{{ ask }}"}, sampling={"max_tokens": 4}
+    )
+    run(table)
+    first, again = (answers(s)[0] for s in (spec, table))
+    assert first == again
+
+
 def test_hive_folders_and_null_typed_columns(make_spec, run) -> None:
     spec = make_spec(
         input={"path": str(DATA / "io" / "edge_hive"), "prompt": "{{ lang }}: {{ prompt }}"}, sampling={"max_tokens": 1}

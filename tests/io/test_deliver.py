@@ -109,6 +109,17 @@ def test_many_input_windows_and_row_groups(tmp_path):
     assert found["row_index"].to_list() == found["x"].to_list() == list(range(9000))
 
 
+@pytest.mark.parametrize("size", [1, 100, 3000])
+def test_rows_repeated_beside_their_answers_in_portions(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("batchgen.io.deliver._TAKE_BYTES", size)
+    texts = ["x" * (number * 37 % 200) for number in range(40)]
+    pq.write_table(pa.table({"x": texts}), tmp_path / "in.parquet")
+    run(tmp_path / "out", open_table(tmp_path / "in.parquet"), expected(range(40), 3)).close()
+    found = pl.read_parquet(tmp_path / "out" / "results")
+    assert found["x"].to_list() == [text for text in texts for _ in range(3)]
+    assert found["text"].to_list() == [f"{row}/{sample}" for row in range(40) for sample in range(3)]
+
+
 def test_a_table_without_rows(tmp_path):
     pq.write_table(pa.table({"x": pa.array([], pa.int8())}), tmp_path / "in.parquet")
     run(tmp_path / "out", open_table(tmp_path / "in.parquet"), expected([])).close()

@@ -1,9 +1,12 @@
 import decimal
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
@@ -68,6 +71,105 @@ def test_integer_folders_and_unset_values(tmp_path):
     pq.write_table(pa.table({"n": [1]}), tmp_path / "n=1" / "a.parquet")
     with pytest.raises(InputError, match="'n' is in the files and in the folder names"):
         open_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folders", "types", "kind", "notes"),
+    [
+        (["n=1", "n=20"], {}, "int32", []),
+        (["n=1", "n=x", "n=y"], {}, "string", ["folder 'n=x' is no int32 as others are, so column 'n' is text"]),
+        (["n=1", "n=3000000000"], {}, "string", ["folder 'n=3000000000' is no int32"]),
+        (["n=a", "n=b"], {}, "string", []),
+        (["n=1", "n=x"], {"n": "string"}, "string", []),
+        (["n=1", "n=3000000000"], {"n": "int64"}, "int64", []),
+        (["n=1", "none"], {}, "int32", ["none/a.parquet lies in no folder 'n=…' as others do"]),
+        (["n=2024-02-29"], {"n": "date32"}, "date32[day]", []),
+        (["n=a%20b%2Fc", "n=d=e"], {}, "string", []),
+    ],
+)
+def test_folders_of_other_types(tmp_path, folders, types, kind, notes):
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+        pq.write_table(pa.table({"x": [1]}), tmp_path / folder / "a.parquet")
+    table = open_table(tmp_path, column_types=types)
+    assert str(table.schema.field("n").type) == kind
+    assert len(table.notes) == len(notes)
+    assert all(words in note for words, note in zip(notes, table.notes, strict=True))
+    if "%" in folders[0]:
+        assert read(table)["n"].to_pylist() == ["a b/c", "d=e"]
+
+
+def test_declared_types_of_text_formats(tmp_path):
+    (tmp_path / "a.csv").write_text("id,day,x\n007,2024-02-29,1\n8,,2\n")
+    table = open_table(tmp_path / "a.csv", column_types={"id": "int16", "day": "date32", "x": "string"})
+    assert [str(field.type) for field in table.schema] == ["int16", "date32[day]", "string"]
+    assert read(table)["id"].to_pylist() == [7, 8] and read(table)["x"].to_pylist() == ["1", "2"]
+    (tmp_path / "a.jsonl").write_text('{"t": "2024-02-29T12:00:00", "f": 1}\n')
+    table = open_table(tmp_path / "a.jsonl", column_types={"t": "timestamp[us]", "f": "float32"})
+    assert [str(field.type) for field in table.schema] == ["timestamp[us]", "float"]
+    assert read(table).num_rows == 1
+
+
+def test_one_format_of_a_folder_is_chosen_by_its_name(tmp_path):
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    (tmp_path / "b.jsonl").write_text('{"x": 2}\n')
+    (tmp_path / "data").write_text('{"x": 3}\n')
+    pq.write_table(pa.table({"x": [4]}), tmp_path / "c.parquet")
+    (tmp_path / "dataset_info.json").write_text("{}\n")
+    for kind, x in (("csv", [1]), ("parquet", [4]), ("jsonl", [2, None])):  # the last takes *.json too
+        assert read(open_table(tmp_path, format=kind))["x"].to_pylist() == x
+    assert read(open_table(tmp_path / "data", format="jsonl"))["x"].to_pylist() == [3]
+    (tmp_path / "a.csv").unlink()
+    (tmp_path / "b.jsonl").unlink()
+    assert read(open_table(tmp_path))["x"].to_pylist() == [4]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.arrow", "a.parquet"])
+def test_ranges_and_conditions_in_every_format(tmp_path, name):
+    rows = pa.table({"x": range(100), "y": [None if x % 3 == 0 else f"y{x}" for x in range(100)]})
+    if name == "a.jsonl":
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
+    elif name == "a.csv":
+        pa.csv.write_csv(rows, tmp_path / name)
+    elif name == "a.arrow":
+        with pa.ipc.new_file(tmp_path / name, rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=33)
+    else:
+        pq.write_table(rows, tmp_path / name, row_group_size=33)
+    table = open_table(tmp_path / name)
+    assert table.num_rows_upper == 100 and table.schema == rows.schema
+    for start, stop in ((0, 100), (0, 1), (32, 34), (60, 99), (99, 1000), (50, 50)):
+        found = list(table.batches(["y", "x"], (start, stop), 10))
+        assert [int(row) for index, _ in found for row in index] == list(range(start, min(stop, 100)))
+        assert [row for _, batch in found for row in batch.to_pylist()] == rows.slice(start, stop - start).select(
+            ["y", "x"]
+        ).to_pylist()
+        assert all(batch.num_rows <= 10 for _, batch in found)
+    assert rows_of(open_table(tmp_path / name, where="x > 10 and y is not null", limit=3)) == [11, 13, 14]
+    before = table.fingerprint()
+    assert open_table(tmp_path / name).fingerprint() == before
+    os.utime(tmp_path / name, ns=(1, 1))
+    with pytest.raises(InputError, match="has changed since the job started"):
+        list(table.batches())
+    assert open_table(tmp_path / name).fingerprint() == before  # it is the content that counts
+
+
+def test_wide_rows_come_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchgen.io.formats._BATCH_BYTES", 10_000)
+    wide, same = [f"{number:1000}" for number in range(100)], ["x" * 1000] * 100
+    for texts in (wide, same):  # of which the second takes no room in the file
+        pq.write_table(pa.table({"x": texts}), tmp_path / "a.parquet")
+        sizes = [batch.num_rows for _, batch in open_table(tmp_path).batches(batch_rows=1000)]
+        assert sum(sizes) == 100 and max(sizes) < 12
+
+
+def test_a_condition_on_a_text_that_is_no_utf_8(tmp_path):
+    pq.write_table(pa.table({"x": pa.array([b"a", b"\xff"])}), tmp_path / "a.parquet")
+    raw = pa.array([b"a", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"x": raw}), tmp_path / "a.parquet")
+    table = open_table(tmp_path, where="x = 'a'")
+    with pytest.raises(SpecError, match=r"fails on rows 0 to 1: .*[Ii]nvalid UTF8"):
+        rows_of(table)
 
 
 def test_directories_skip_what_is_not_data(numbers):
