@@ -181,6 +181,23 @@ def test_an_openai_batch_is_answered_as_one(make_spec, run, tmp_path: Path) -> N
     assert first == again
 
 
+def test_what_might_surprise_in_the_files_is_told(make_spec, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Listener(SilentProgress):
+        def message(self, text: str) -> None:
+            told.append(text)
+
+    for folder in ("n=1", "n=x"):
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in" / folder / "a.parquet")
+    spec = make_spec(input={"path": str(tmp_path / "in"), "prompt": "{{ prompt }}"}, sampling={"max_tokens": 1})
+    (note,) = plan_job(spec, SilentProgress()).notes
+    assert note.startswith("folder 'n=x' is no int32 as others are")
+    runner.run_job(spec, fresh=False, progress=Listener(), stop=lambda: False)
+    assert note in told
+
+
 def test_hive_folders_and_null_typed_columns(make_spec, run) -> None:
     spec = make_spec(
         input={"path": str(DATA / "io" / "edge_hive"), "prompt": "{{ lang }}: {{ prompt }}"}, sampling={"max_tokens": 1}

@@ -23,7 +23,7 @@ Columns = Literal["all"] | Sequence[str]
 # Compliant nested types would lose the names that the input's list items have.
 _WRITE: dict[str, Any] = {"compression": "zstd", "use_compliant_nested_type": False}
 _WINDOW_ROWS = 4096  # results joined with their input rows at a time
-_TAKE_BYTES = 256 << 20  # of input rows repeated beside their results
+_TAKE_BYTES = 64 << 20  # of input rows repeated beside their results
 _RUN_BYTES = 128 << 20  # results sorted in memory at a time
 _GROUP_ROWS = 1 << 17
 _GROUP_BYTES = 64 << 20

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MEGABYTE = "0123456789abcdef" * (1 << 16)
 ROWS = 2200
-PEAK_MIB = 1600
+PEAK_MIB = 1024
 
 # In a process of its own, for the sake of its peak.
 DRIVER = """
