@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from batchgen.errors import InputError
-from batchgen.io.sources import SourceFile
+from batchgen.io.sources import SourceFile, first_line
 
 _MAX_LINE = 64 << 20
 _BLOCK_BYTES = 8 << 20
@@ -123,7 +123,7 @@ class JsonTypes:
             for name, inner in value.items():
                 if name not in shape.fields:
                     if not is_unicode(name):
-                        raise _Misfit(f"'{path}' has a key with half a surrogate pair, which is no character")
+                        raise _Misfit(f"{path!r} has a key with half a surrogate pair, which is no character")
                     shape.fields[name] = self._new_shape(path, depth)
                 self._add(shape.fields[name], inner, f"{path}.{name}" if path else name, depth + 1)
         elif isinstance(value, list):
@@ -134,7 +134,7 @@ class JsonTypes:
     def _new_shape(self, path: str, depth: int) -> _Shape:
         self._nodes += 1
         if depth >= _MAX_DEPTH:
-            raise _Misfit(f"'{path}' is nested deeper than {_MAX_DEPTH} levels")
+            raise _Misfit(f"{path!r} is nested deeper than {_MAX_DEPTH} levels")
         if self._nodes > _MAX_NODES:
             raise _Misfit(f"has the last of over {_MAX_NODES:,} different keys")
         return _Shape()
@@ -142,17 +142,17 @@ class JsonTypes:
     def _widen(self, shape: _Shape, value: Any, path: str) -> None:
         kind = _KINDS[type(value)]
         if kind == "string" and not is_unicode(value):
-            raise _Misfit(f"'{path}' holds half a surrogate pair, which is no character")
+            raise _Misfit(f"{path!r} holds half a surrogate pair, which is no character")
         if shape.kind != kind:
             if shape.kind and {shape.kind, kind} != {"int64", "double"}:
-                raise _Misfit(f"'{path}' is {kind}, but {shape.kind} before")
+                raise _Misfit(f"{path!r} is {kind}, but {shape.kind} before")
             shape.kind = "double" if shape.kind else kind
         if kind == "int64" and not -_EXACT <= value <= _EXACT:
             if not -(2**63) <= value < 2**63:
-                raise _Misfit(f"'{path}' is a whole number beyond 64 bits; write it as text")
+                raise _Misfit(f"{path!r} is a whole number beyond 64 bits; write it as text")
             shape.is_wide = True
         if shape.is_wide and shape.kind == "double":
-            raise _Misfit(f"'{path}' mixes fractions with whole numbers beyond 2^53, which they would round")
+            raise _Misfit(f"{path!r} mixes fractions with whole numbers beyond 2^53, which they would round")
 
 
 def is_unicode(text: str) -> bool:
@@ -205,5 +205,5 @@ def _scan(source: SourceFile, types: JsonTypes) -> int:
                 types.add(row)
                 count += 1
             except _Misfit as error:
-                raise InputError(f"{source.shown}: line {number}: {error}") from None
+                raise InputError(f"{source.shown}: line {number}: {first_line(error)}") from None
     return count

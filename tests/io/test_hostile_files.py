@@ -153,6 +153,8 @@ ERRORS = [
         b'{"x": 9007199254740993}\n{"x": 0.5}\n',
         "line 2: 'x' mixes fractions with whole numbers beyond 2^53",
     ),
+    ("a key with a newline", "w.jsonl", b'{"a\\nb": 1}\n{"a\\nb": ""}\n', r"line 2: 'a\nb' is string"),
+    ("a key of a megabyte", "x.jsonl", b'{"%s": [1, ""]}\n' % (b"k" * 10**6), "line 1: 'kkkkk"),
     ("a million brackets", "q.jsonl", b"[" * 10**6 + b"\n", "line 1 is not JSON in UTF-8: it is nested too deeply"),
     ("nested 500 deep", "r.jsonl", b'{"a":' * 500 + b"1" + b"}" * 500, "is nested deeper than 64 levels"),
     (
