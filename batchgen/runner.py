@@ -28,8 +28,8 @@ from batchgen.errors import BatchgenError, OutputError, TooManyErrors
 from batchgen.head_start import Reading, head_rows
 from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
-from batchgen.io.reuse import ASKED, take_over
 from batchgen.io.openai_batch import deliver_batch_output
+from batchgen.io.reuse import ASKED, take_over
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable
 from batchgen.io.writer import JobWriter
