@@ -83,7 +83,7 @@ def prepare(
     samples = prompts.wishes.n
     # A sample starts in the middle of a page, of which all but one take a copy.
     answer_pages = samples * (-(-rooms // engine.page_size) + 1)
-    own = own_pages(plan, answer_pages[plan.order], engine.page_size)
+    own = own_pages(plan.lengths, plan.shared, answer_pages[plan.order], engine.page_size)
     longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // engine.page_size)
     new_tokens = (samples * rooms)[plan.order]
     if part == "head":  # from one end, so that the others go on from the other

@@ -26,7 +26,7 @@ def build_batch(plan: StepPlan, sampling: SamplerInputs, page_size: int, prefix_
     positions = (starts[owner] + np.arange(plan.num_tokens, dtype=np.int32) - cu_seqlens[owner]).astype(np.int32)
     tables = _block_tables(plan)
     pages = tables[owner, positions // page_size].astype(np.int64)
-    wanting = np.array([s.wants_logits for s in scheduled], bool)
+    logits = np.array([s.num_logits for s in scheduled], np.int32)
     runs = _shared_runs(tables, starts, counts, page_size) if prefix_sharing else np.zeros((0, 3), np.int32)
     return StepBatch(
         input_ids=np.concatenate([s.sequence.token_ids[s.start : s.start + s.count] for s in scheduled]),
@@ -35,7 +35,7 @@ def build_batch(plan: StepPlan, sampling: SamplerInputs, page_size: int, prefix_
         block_tables=tables,
         cu_seqlens_q=cu_seqlens,
         seq_lens=starts + counts,
-        logits_rows=(cu_seqlens[1:] - 1)[wanting],
+        logits_rows=np.flatnonzero(starts[owner] + counts[owner] - positions <= logits[owner]).astype(np.int32),
         needs_logits=sampling.needs_logits,
         samples=sampling.samples,
         history=sampling.history,

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from batchgen.engine.block_manager import BlockManager
 from batchgen.engine.cache_tiers import CacheTiers
-from batchgen.engine.isolation import NOT_OF_A_ROW, StepOutcome, StepRunner, row_failure
+from batchgen.engine.isolation import NOT_OF_A_ROW, Ran, StepOutcome, StepRunner, row_failure
 from batchgen.engine.planner import Admission
 from batchgen.engine.sampler import Sampler, random_key
 from batchgen.engine.scheduler import ScheduledSequence, Scheduler, Sequence, StepPlan
-from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, StepRecord
+from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, Score, StepRecord
 from batchgen.errors import RowErrorCode
 from batchgen.kernels.base import Backend
 
@@ -100,7 +100,7 @@ class Engine:
         now, prompt = self._clock(), request.prompt_token_ids
         samples = []
         for sample in request.samples:
-            failure = self.admission.refusal(prompt, sample.params)
+            failure = self.admission.refusal(prompt, sample.params, sample.score)
             if failure or sample.params.max_tokens == 0:
                 self._answer_at_once(request, sample, failure, now)
             else:
@@ -179,10 +179,11 @@ class Engine:
     def _update(self, outcome: StepOutcome, now: int) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         for ran in outcome.ran:
-            tokens, logprobs = ran.result.token_ids.tolist(), ran.result.logprobs.tolist()
+            self._take_scores(ran, now)
+            drawn = slice(len(ran.sampling.draws))
+            tokens, logprobs = ran.result.token_ids[drawn].tolist(), ran.result.logprobs[drawn].tolist()
             for sequence, token, logprob in zip(self._forked(ran.sampling.draws), tokens, logprobs, strict=True):
-                self.scheduler.append_token(sequence, token, logprob, self._step, now)
-                outputs += self._try_to_finish(sequence, token, now)
+                outputs += self._take(sequence, token, logprob, now)
         outputs += self._give_up(outcome, now)
         self.scheduler.end_step()
         return outputs
@@ -194,13 +195,28 @@ class Engine:
             self.scheduler.abandon([sequence for sequence, _ in outcome.failed], outcome.held_up)
         for sequence, failure in outcome.failed:
             if sequence.sample is not None:
-                outputs += self._outputs(sequence, RequestOutput(0, 0, "error", error=failure), now)
+                ids = sequence.generated.copy()
+                outputs += self._outputs(sequence, RequestOutput(0, 0, "error", token_ids=ids, error=failure), now)
                 continue
             for sample in sequence.request.samples:
                 self._answer_at_once(sequence.request, sample, failure, now)
         return outputs
 
-    def _try_to_finish(self, sequence: Sequence, token: int, now: int) -> list[RequestOutput]:
+    def _take_scores(self, ran: Ran, now: int) -> None:
+        """Log-probabilities of tokens of prompts: they come after those of the draws."""
+        begin = len(ran.sampling.draws)
+        for sequence, first, count in ran.sampling.scored:
+            part = slice(begin, begin + count)
+            hits = ran.result.token_ids[part] == sequence.token_ids[first : first + count]
+            self.scheduler.append_scores(sequence, ran.result.logprobs[part].tolist(), hits.tolist(), self._step, now)
+            begin += count
+
+    def _take(self, sequence: Sequence, token: int, logprob: float, now: int) -> list[RequestOutput]:
+        assert sequence.sample is not None
+        if (score := sequence.sample.score) is not None:
+            self.scheduler.append_scores(sequence, [logprob], [token == score.last_token], self._step, now)
+            return self._finish_scored(sequence, score, now)
+        self.scheduler.append_token(sequence, token, logprob, self._step, now)
         try:
             return self._finish_if_done(sequence, token, now)
         except NOT_OF_A_ROW:
@@ -255,20 +271,31 @@ class Engine:
     ) -> list[RequestOutput]:
         text = None if failure else self._text(sequence, reason, stop)
         self.scheduler.finish(sequence)
-        return self._outputs(sequence, RequestOutput(0, 0, reason, text, stop, error=failure), now)
+        answer = RequestOutput(0, 0, reason, text, stop, token_ids=sequence.generated.copy(), error=failure)
+        return self._outputs(sequence, answer, now)
+
+    def _finish_scored(self, sequence: Sequence, score: Score, now: int) -> list[RequestOutput]:
+        self.scheduler.finish(sequence)
+        prompt, count = sequence.request.prompt_token_ids, score.count
+        ids = np.append(prompt[len(prompt) - count + 1 :], np.int32(score.last_token))
+        if not np.isfinite(sequence.logprobs[-count:]).all():
+            failure = RowFailure("internal_error", "the model's logits are not finite where the continuation is scored")
+            return self._outputs(sequence, RequestOutput(0, 0, "error", token_ids=ids, error=failure), now)
+        answer = RequestOutput(0, 0, "stop", token_ids=ids, is_greedy=all(sequence.hits[-count:]))
+        return self._outputs(sequence, answer, now)
 
     def _outputs(self, sequence: Sequence, answer: RequestOutput, now: int) -> list[RequestOutput]:
-        """The answer for each that asked for it, with the sequence's tokens, counts and times."""
+        """The answer for each that asked for it, with its counts and times: those of the last tokens are its own."""
         assert sequence.sample is not None
         self._watchers.pop(id(sequence), None)
+        kept = slice(len(sequence.logprobs) - len(answer.token_ids), None)
         answer = replace(
             answer,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_prompt_tokens,
-            token_ids=sequence.generated.copy(),
-            logprobs=np.array(sequence.logprobs, np.float32),
-            token_steps=np.array(sequence.token_steps, np.int32),
-            token_times=np.array(sequence.token_times, np.int64),
+            logprobs=np.array(sequence.logprobs[kept], np.float32),
+            token_steps=np.array(sequence.token_steps[kept], np.int32),
+            token_times=np.array(sequence.token_times[kept], np.int64),
             arrived_ns=sequence.arrived_ns,
             scheduled_ns=sequence.scheduled_ns,
             first_token_ns=sequence.token_times[0],

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.engine.prompt_table import BLOCK_TOKENS, PromptTable
-from batchgen.engine.types import RowFailure, SamplingParams
+from batchgen.engine.types import RowFailure, SamplingParams, Score
 
 COMPARE_TOKENS = 1 << 17
 """Tokens compared with their neighbours' at a time: bounds memory."""
@@ -120,9 +120,13 @@ class Admission:
         needed = lengths + np.maximum(self.rooms(lengths, max_tokens) - 1, 0)
         return (lengths > 0) & (lengths <= self.context_length) & (needed <= self.kv_tokens) & ~unknown
 
-    def refusal(self, prompt: NDArray[np.int32], params: SamplingParams) -> RowFailure | None:
-        """Why a prompt cannot be answered, if it cannot."""
+    def refusal(
+        self, prompt: NDArray[np.int32], params: SamplingParams, score: Score | None = None
+    ) -> RowFailure | None:
+        """Why a prompt cannot be answered, or a continuation scored, if it cannot."""
         length = len(prompt)
+        if score is not None and not 0 <= score.last_token < self.vocab_size:
+            return RowFailure("encode_error", f"the continuation has a token id outside 0..{self.vocab_size - 1}")
         if not length:
             return RowFailure("prompt_missing", "the prompt has no tokens")
         if prompt.min() < 0 or prompt.max() >= self.vocab_size:
@@ -138,6 +142,26 @@ class Admission:
         return None
 
 
-def own_pages(plan: PrefixPlan, answer_pages: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
+def scored_tokens(plan: PrefixPlan, counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """In plan order, of `counts` in the table's: of how many last tokens each prompt's request wants the logits.
+
+    Equal prompts are one request, which wants the most that one of them does.
+    """
+    begins = np.flatnonzero(~plan.repeats)
+    most = np.maximum.reduceat(counts[plan.order], begins) if len(begins) else np.zeros(0, np.int64)
+    return np.repeat(most, np.diff(np.append(begins, len(plan.order))))
+
+
+def most_shared(plan: PrefixPlan, logits: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The most tokens that each prompt of the plan may find computed: those before the ones whose logits it wants.
+
+    Who repeats its predecessor is computed with it.
+    """
+    return np.where(plan.repeats, plan.lengths, plan.lengths - logits.astype(np.int64))
+
+
+def own_pages(
+    lengths: NDArray[np.integer], shared: NDArray[np.integer], answer_pages: NDArray[np.int64], page_size: int
+) -> NDArray[np.int64]:
     """KV pages that each row adds to its predecessor's, in plan order; `answer_pages` those of what it generates."""
-    return -(-plan.lengths // page_size) - plan.shared // page_size + answer_pages
+    return -(-lengths // page_size) - shared // page_size + answer_pages

@@ -6,16 +6,20 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.engine.scheduler import Sequence, StepPlan
+from batchgen.engine.scheduler import ScheduledSequence, Sequence, StepPlan
 from batchgen.engine.types import Sample, SamplingParams
 from batchgen.kernels.base import SAMPLE_DTYPE
 
 
 @dataclass(slots=True, eq=False)
 class SamplerInputs:
-    """The sampling part of a `StepBatch`; `draws` says whose tokens these are, in the order of `samples`."""
+    """The sampling part of a `StepBatch`: `samples` are one for each of `draws`, then those of `scored`.
+
+    `scored` are tokens of prompts whose log-probabilities are wanted: (sequence, first of them, how many).
+    """
 
     draws: list[tuple[Sequence, Sample]]
+    scored: list[tuple[Sequence, int, int]]
     needs_logits: NDArray[np.bool_]
     samples: NDArray[np.void]
     history: NDArray[np.int32]
@@ -36,20 +40,38 @@ class Sampler:
     def __init__(self, eos_token_ids: frozenset[int]):
         self._eos = np.array(sorted(eos_token_ids), np.int32)
 
+    def _inputs(
+        self, draws: list[tuple[Sequence, Sample]], wanting: list[tuple[ScheduledSequence, int]]
+    ) -> SamplerInputs:
+        """With the tokens of prompts that are scored filled in, and the end of `wanting`'s rows of logits given."""
+        parts = [(s, end, s.num_logits - s.reaches_end) for s, end in wanting if s.num_logits > s.reaches_end]
+        scored = [(s.sequence, s.start + s.count - s.num_logits + 1, count) for s, _, count in parts]
+        samples = np.zeros(len(draws) + sum(count for _, _, count in parts), SAMPLE_DTYPE)
+        needs_logits = np.zeros(sum(s.num_logits for s, _ in wanting), bool)
+        samples["greedy"] = 1
+        if parts:
+            of_prompts = samples[len(draws) :]
+            of_prompts["scored"] = 1
+            of_prompts["row"] = np.concatenate([np.arange(c) + end - s.num_logits for s, end, c in parts])
+            of_prompts["target"] = np.concatenate([q.token_ids[first : first + c] for q, first, c in scored])
+            needs_logits[of_prompts["row"]] = True
+        return SamplerInputs(draws, scored, needs_logits, samples, np.zeros(0, np.int32), self._eos)
+
     def prepare(self, plan: StepPlan) -> SamplerInputs:
         """One draw per sequence that reaches its last token, or per sample where a prompt has just been computed."""
-        wanting = [s.sequence for s in plan.scheduled if s.wants_logits]
-        draws = [(q, sample) for q in wanting for sample in ((q.sample,) if q.sample else q.request.samples)]
-        rows = {id(q): row for row, q in enumerate(wanting)}
-        inputs = SamplerInputs(
-            draws, np.zeros(len(wanting), bool), np.zeros(len(draws), SAMPLE_DTYPE), np.zeros(0, np.int32), self._eos
-        )
-        inputs.samples["row"] = [rows[id(q)] for q, _ in draws]
-        inputs.samples["greedy"] = 1
+        ends = np.cumsum([s.num_logits for s in plan.scheduled]).tolist()
+        wanting = [(s, end) for s, end in zip(plan.scheduled, ends, strict=True) if s.num_logits]
+        done = [(s.sequence, end - 1) for s, end in wanting if s.reaches_end]
+        draws = [(q, row, sample) for q, row in done for sample in ((q.sample,) if q.sample else q.request.samples)]
+        inputs = self._inputs([(q, sample) for q, _, sample in draws], wanting)
+        inputs.samples["row"][: len(draws)] = [row for _, row, _ in draws]
         history: list[NDArray[np.int32]] = []
-        for i, (sequence, sample) in enumerate(draws):
+        for i, (sequence, sample) in enumerate(inputs.draws):
             forbid_eos = sequence.num_generated < sample.params.min_tokens
-            if forbid_eos or sample.params.has_penalties or not sample.params.greedy:
+            if sample.score is not None:
+                inputs.samples[i]["scored"], inputs.samples[i]["target"] = 1, sample.score.last_token
+                inputs.needs_logits[inputs.samples["row"][i]] = True
+            elif forbid_eos or sample.params.has_penalties or not sample.params.greedy:
                 self._describe(inputs.samples[i], sequence, sample, forbid_eos, history)
                 inputs.needs_logits[inputs.samples["row"][i]] = True
         if history:

@@ -35,6 +35,8 @@ class Sequence:
     sample goes on. Only the scheduler changes one. `token_ids` has room for all tokens, `num_tokens` are known and the
     KV of `num_computed_tokens` is (or will be by the end of the step) in the pages of `block_table`.
 
+    Of tokens that are scored, `hits` says which are the likeliest; `logprobs` and what follows it run parallel to it.
+
     While it runs it has `seats`, one or one for each sample, and pages are reserved: `reserved_pages` for itself and
     `sample_pages` for the samples that will leave it; `hopeful` says that these may not be enough. `set_back`: it has
     been preempted, with `lost_tokens` to compute again.
@@ -53,6 +55,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     token_steps: list[int] = field(default_factory=list)
     token_times: list[int] = field(default_factory=list)
+    hits: list[bool] = field(default_factory=list)
     seats: int = 0
     reserved_pages: int = 0
     sample_pages: int = 0
@@ -78,6 +81,16 @@ class Sequence:
         return (self.sample or self.request.samples[0]).room
 
     @property
+    def first_wanted(self) -> int:
+        """Its first token whose logits are wanted: the last one, or that before a continuation to be scored.
+
+        From there on it computes all tokens itself, whoever has computed them: for their logits.
+        """
+        if self.sample is not None:
+            return self.num_tokens - 1
+        return self.num_prompt_tokens - max(sample.num_logits for sample in self.request.samples)
+
+    @property
     def unforked_samples(self) -> tuple[Sample, ...]:
         """Those that will leave it when its prompt is computed."""
         return () if self.sample else self.request.samples[1:]
@@ -85,12 +98,17 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """A sequence's part of a step: tokens [start, start + count); it wants logits when that reaches its last token."""
+    """A sequence's part of a step: tokens [start, start + count), of the last `num_logits` of which it wants logits."""
 
     sequence: Sequence
     start: int
     count: int
-    wants_logits: bool
+    num_logits: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether all its tokens are computed then, so that the next one can be drawn."""
+        return self.start + self.count == self.sequence.num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -134,6 +152,7 @@ class StepPlan:
     new_pages: list[int] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # destination slot -> source slot
     num_tokens: int = 0
+    num_logits: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +213,8 @@ def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 class Scheduler:
     """Queues, admission, preemption and the life of pages.
 
-    `prefill_first`: a step's tokens go to prompts before they go to answers.
+    `prefill_first`: a step's tokens go to prompts before they go to answers. Logits are wanted of at most
+    `max_num_seqs` tokens of a step.
     """
 
     def __init__(
@@ -263,11 +283,16 @@ class Scheduler:
 
     def _go_on(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
-            if count <= 0:
-                break
-            if sequence.seats and self._make_room(plan, sequence, count):
+            count = self._most_tokens(plan, sequence)
+            if count and sequence.seats and self._make_room(plan, sequence, count):
                 self._place(plan, sequence, count)
+
+    def _most_tokens(self, plan: StepPlan, sequence: Sequence) -> int:
+        """How many of its tokens the step has room for."""
+        left = self._max_batch_tokens - plan.num_tokens
+        without_logits = max(0, sequence.first_wanted - sequence.num_computed_tokens)
+        with_logits = self._max_num_seqs - plan.num_logits
+        return min(sequence.num_tokens - sequence.num_computed_tokens, left, without_logits + with_logits)
 
     # Pages
 
@@ -323,8 +348,9 @@ class Scheduler:
             sequence.block_table.append(self._new_page(plan))
         sequence.num_computed_tokens = start + count
         self._computed += count
-        plan.num_tokens += count
-        plan.scheduled.append(ScheduledSequence(sequence, start, count, start + count == sequence.num_tokens))
+        logits = max(0, start + count - max(start, sequence.first_wanted))
+        plan.num_tokens, plan.num_logits = plan.num_tokens + count, plan.num_logits + logits
+        plan.scheduled.append(ScheduledSequence(sequence, start, count, logits))
         frontier = self._frontiers.get(sequence.request.lane)
         if frontier is not None and frontier.sequence is sequence:
             frontier.valid = min(sequence.num_prompt_tokens, sequence.num_computed_tokens)
@@ -349,7 +375,7 @@ class Scheduler:
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
         seats = self._max_num_seqs - sum(s.seats for s in self._running) if self._waiting else 0
         spare = self._spare_pages() if seats else 0
-        while self._waiting and seats and plan.num_tokens < self._max_batch_tokens:
+        while self._waiting and seats and self._has_room(plan):
             sequence = self._waiting[0]
             frontier = self._frontiers.get(sequence.request.lane)
             if frontier is not None and frontier.waits_for_samples:
@@ -364,8 +390,11 @@ class Scheduler:
             self._restore(plan, sequence)
             self._count_shared(sequence, now_ns)
             spare += self._replace_frontier(sequence)
-            count = min(sequence.num_tokens - sequence.num_computed_tokens, self._max_batch_tokens - plan.num_tokens)
-            self._place(plan, sequence, count)
+            self._place(plan, sequence, self._most_tokens(plan, sequence))
+
+    def _has_room(self, plan: StepPlan) -> bool:
+        """For a token, whether its logits are wanted or not."""
+        return plan.num_tokens < self._max_batch_tokens and plan.num_logits < self._max_num_seqs
 
     def _restore(self, plan: StepPlan, sequence: Sequence) -> None:
         """Fill full pages of its prompt, beyond those that it shares, with what a tier below the device has of them.
@@ -375,7 +404,7 @@ class Scheduler:
         if self._tiers is None:
             return
         first = sequence.num_computed_tokens // self._page_size
-        end = min(sequence.num_prompt_tokens, sequence.num_tokens - 1) // self._page_size
+        end = min(sequence.num_prompt_tokens, sequence.first_wanted) // self._page_size
         content = self._tiers.restorable(sequence.request.prompt_token_ids, first, end - first)
         if content:
             self.blocks.release(sequence.block_table[first:])
@@ -394,12 +423,12 @@ class Scheduler:
         sequence.lost_tokens = 0
 
     def _shared(self, sequence: Sequence) -> tuple[int, Frontier | None]:
-        """Computed tokens that it may share, and with whom; its last known token is always computed, for its logits."""
+        """Computed tokens that it may share, and with whom; tokens whose logits are wanted are always computed."""
         best: tuple[int, Frontier | None] = (0, None)
         for frontier in self._frontiers.values():
             prompt = frontier.sequence.request.prompt_token_ids
             shared = min(
-                common_prefix(sequence.request.prompt_token_ids, prompt), sequence.num_tokens - 1, frontier.valid
+                common_prefix(sequence.request.prompt_token_ids, prompt), sequence.first_wanted, frontier.valid
             )
             best = max(best, (shared, frontier), key=lambda found: found[0])
         return best
@@ -407,8 +436,8 @@ class Scheduler:
     def _attach(self, sequence: Sequence) -> None:
         """Take a reference to the pages that it shares.
 
-        All that it shares is computed, by this step at the latest: a prompt is only left unfinished when the step's
-        tokens are used up, and then nobody is admitted.
+        All that it shares is computed, by this step at the latest: a prompt is only left unfinished when the step has
+        no room, for tokens or for logits, and then nobody is admitted.
         """
         shared, frontier = self._shared(sequence)
         if frontier is not None:
@@ -535,6 +564,8 @@ class Scheduler:
         tokens[: parent.num_tokens] = parent.token_ids[: parent.num_tokens]
         child = Sequence(parent.request, tokens, parent.num_tokens, parent.arrived_ns, sample)
         child.num_cached_tokens, child.scheduled_ns = parent.num_cached_tokens, parent.scheduled_ns
+        child.logprobs, child.hits = list(parent.logprobs), list(parent.hits)
+        child.token_steps, child.token_times = list(parent.token_steps), list(parent.token_times)
         return child
 
     def _take_seat(self, child: Sequence, parent: Sequence) -> None:
@@ -549,6 +580,15 @@ class Scheduler:
         sequence.logprobs.append(logprob)
         sequence.token_steps.append(step)
         sequence.token_times.append(now_ns)
+
+    def append_scores(
+        self, sequence: Sequence, logprobs: list[float], hits: list[bool], step: int, now_ns: int
+    ) -> None:
+        """What is known of the next tokens of a continuation, whether they are the likeliest among it."""
+        sequence.logprobs += logprobs
+        sequence.hits += hits
+        sequence.token_steps += [step] * len(hits)
+        sequence.token_times += [now_ns] * len(hits)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out and free what nobody else needs."""

@@ -46,9 +46,24 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+SCORING = SamplingParams(max_tokens=1)
+"""Parameters of a sample that scores: a last token whose logits are looked at, and nothing is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A continuation of `count` tokens to be scored: the last `count - 1` of the prompt, then `last_token`.
+
+    So a prompt is a context (one token at least) and its continuation but for the last token, whose keys nobody reads.
+    """
+
+    count: int
+    last_token: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer wanted of a prompt.
+    """One answer wanted of a prompt, or the log-probabilities of a given one (`score`).
 
     `sample_number` selects the random stream: the k-th of several equal rows, or of one row's `n`, is number k.
     `targets` lists the (row_index, sample_index) pairs that receive the answer: more than one where equal rows
@@ -61,6 +76,12 @@ class Sample:
     rng_key: int = 0  # filled in by the engine, see `sampler.random_key`
     room: int = 1  # tokens that may be generated, filled in by the engine, see `Admission.room`
     request_hash: str = ""  # see `requests.make_requests`
+    score: Score | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """Of how many of the prompt's last tokens it needs the logits."""
+        return self.score.count if self.score else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +112,10 @@ class RequestOutput:
 
     `token_ids` (int32) holds the generated tokens, the end token included when one was generated; `logprobs`
     (float32), `token_steps` (int32, engine step) and `token_times` (int64) run parallel to it. `text` has no end
-    token and is cut before a stop string. `num_cached_tokens` counts prompt tokens whose KV came from another row or
-    from a tier below the device; `num_restored_tokens` are the latter. `truncated_tokens` were cut off the prompt.
+    token and is cut before a stop string. Of a scored continuation these are its tokens, there is no text, and
+    `is_greedy` says whether each is the likeliest. `num_cached_tokens` counts prompt tokens whose KV came from another
+    row or from a tier below the device; `num_restored_tokens` are the latter. `truncated_tokens` were cut off the
+    prompt.
     `request_hash`: equal for equal answers, None where there was nothing to ask.
     """
 
@@ -115,6 +138,7 @@ class RequestOutput:
     num_restored_tokens: int = 0
     truncated_tokens: int = 0
     request_hash: str | None = None
+    is_greedy: bool | None = None
 
     @property
     def cumulative_logprob(self) -> float:

@@ -20,6 +20,8 @@ SAMPLE_DTYPE = np.dtype(
     [
         ("row", np.int64),  # which logits row
         ("greedy", np.int64),
+        ("scored", np.int64),  # whether `target` is asked about and nothing is drawn
+        ("target", np.int64),
         ("top_k", np.int64),
         ("rng_key", np.uint64),
         ("sample_number", np.int64),
@@ -37,7 +39,8 @@ SAMPLE_DTYPE = np.dtype(
         ("suppress_end", np.int64),
     ]
 )
-"""One token to draw. Where nothing but the arg-max is wanted, `needs_logits` is false for its row."""
+"""One token to draw, or a given one to score. Where nothing but the arg-max is wanted, `needs_logits` is false for its
+row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +163,7 @@ def single_token_batch() -> StepBatch:
 class StepResult:
     """Sampled tokens with their log-probabilities under the model's own distribution (before temperature and filters).
 
+    Of a scored sample the token is the likeliest one, the log-probability the target's.
     `logits` (at least R rows, vocabulary) float32 is a view that the next step overwrites; the rows of `needs_logits`
     are valid.
     """

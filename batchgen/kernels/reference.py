@@ -182,11 +182,12 @@ class EagerOps:
         self.logits = self.linear(x, weight)
         rows = batch.samples["row"]
         self.tokens = np.array([self._draw(sample) for sample in batch.samples], np.int32)
-        self.logprobs = log_softmax(self.logits)[rows, self.tokens].astype(np.float32)
+        asked = np.where(batch.samples["scored"], batch.samples["target"], self.tokens)
+        self.logprobs = log_softmax(self.logits)[rows, asked].astype(np.float32)
 
     def _draw(self, sample: np.void) -> int:
         logits = self.logits[sample["row"]]
-        if not self._batch.needs_logits[sample["row"]]:
+        if sample["scored"] or not self._batch.needs_logits[sample["row"]]:
             return int(np.argmax(logits))
         return sample_row(logits, sample, self._batch.history, self._batch.suppress)
 

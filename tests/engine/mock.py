@@ -146,7 +146,9 @@ class MockBackend:
         assert len(batch.block_tables) == len(batch.seq_lens) == len(counts)
         positions = [np.arange(n - count, n) for n, count in zip(batch.seq_lens, counts, strict=True)]
         np.testing.assert_array_equal(batch.positions, np.concatenate(positions))
-        assert np.isin(batch.logits_rows, batch.cu_seqlens_q[1:] - 1).all() and (np.diff(batch.logits_rows) > 0).all()
+        assert (np.diff(batch.logits_rows) > 0).all()
+        inner = ~np.isin(batch.logits_rows, batch.cu_seqlens_q[1:] - 1)  # those of one sequence run to its end
+        assert np.isin(batch.logits_rows[inner] + 1, batch.logits_rows).all()
         assert len(batch.needs_logits) == len(batch.logits_rows)
         assert set(batch.samples["row"].tolist()) == set(range(len(batch.logits_rows)))
 
@@ -198,9 +200,25 @@ class MockBackend:
 
     def _draw_all(self, batch: StepBatch, contexts: list[NDArray[np.int32]]) -> StepResult:
         owner = np.searchsorted(batch.cu_seqlens_q, batch.logits_rows, side="right") - 1
-        drawn = [self.model(_draw_of(batch, sample, contexts[owner[sample["row"]]])) for sample in batch.samples]
+        ends = batch.positions[batch.logits_rows] + 1
+        seen = [contexts[owner[row]][: ends[row]] for row in batch.samples["row"]]
+        drawn = [
+            _result(self.model, batch, sample, context) for sample, context in zip(batch.samples, seen, strict=True)
+        ]
         tokens, logprobs = [token for token, _ in drawn], [logprob for _, logprob in drawn]
         return StepResult(np.array(tokens, np.int32), np.array(logprobs, np.float32), np.zeros((0, 0), np.float32))
+
+
+def scored(model: Model, context: tuple[int, ...], target: int) -> tuple[int, float]:
+    """The likeliest token, and a log-probability that depends on the target, too."""
+    return model(Draw(context))[0], model(Draw((*context, target)))[1]
+
+
+def _result(model: Model, batch: StepBatch, sample: np.void, context: NDArray[np.int32]) -> tuple[int, float]:
+    if sample["scored"]:
+        assert batch.needs_logits[sample["row"]]
+        return scored(model, tuple(context.tolist()), int(sample["target"]))
+    return model(_draw_of(batch, sample, context))
 
 
 def _draw_of(batch: StepBatch, sample: np.void, context: NDArray[np.int32]) -> Draw:
@@ -357,6 +375,7 @@ class Rig:
         context = sum(int(batch.positions.sum()) + batch.num_tokens for batch in batches)
         assert record.num_prefill_context + record.num_decode_context == context
         assert 1 <= record.num_seqs == sum(len(batch.seq_lens) for batch in batches) <= self.max_num_seqs
+        assert sum(len(batch.logits_rows) for batch in batches) <= self.max_num_seqs
         assert record.pages_used <= self.num_pages
         self.records.append(record)
 

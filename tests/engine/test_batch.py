@@ -32,7 +32,7 @@ def scheduled(
 
 def inputs(logits_rows: int) -> SamplerInputs:
     none = np.zeros(0, np.int32)
-    return SamplerInputs([], np.zeros(logits_rows, bool), np.zeros(logits_rows, SAMPLE_DTYPE), none, none)
+    return SamplerInputs([], [], np.zeros(logits_rows, bool), np.zeros(logits_rows, SAMPLE_DTYPE), none, none)
 
 
 def a_batch(prefix_sharing: bool = True) -> StepBatch:

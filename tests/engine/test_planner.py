@@ -276,7 +276,7 @@ def most_pages(
     )
     rig.run(make_requests(table, plan, plan_order(plan), wishes.__getitem__))
     answer_pages = np.array([-(-count // page_size) + 1 for _, count in rows])[plan.order]
-    own = own_pages(plan, answer_pages, page_size)
+    own = own_pages(plan.lengths, plan.shared, answer_pages, page_size)
     return rig.most_pages, pages_at_once(plan, plan_order(plan), own, page_size, seqs)
 
 

@@ -316,7 +316,7 @@ def sequence(prompt: list[int], room: int = 50, samples: int = 1) -> Sequence:
 def finish_step(s: Scheduler, plan: StepPlan) -> None:
     """Append a token to everyone who has reached the last one."""
     for scheduled in plan.scheduled:
-        if scheduled.wants_logits:
+        if scheduled.num_logits:
             s.append_token(scheduled.sequence, 9, -0.5, step=0, now_ns=5)
     s.end_step()
 
@@ -327,7 +327,7 @@ def test_schedule_reserves_pages_and_says_who_wants_logits() -> None:
     s.add(a)
     s.add(b)
     plan = s.schedule(now_ns=3)
-    assert [(x.sequence, x.start, x.count, x.wants_logits) for x in plan.scheduled] == [
+    assert [(x.sequence, x.start, x.count, x.num_logits) for x in plan.scheduled] == [
         (a, 0, 40, True),
         (b, 0, 24, False),
     ]
@@ -342,7 +342,7 @@ def test_a_token_is_appended_and_computed_next() -> None:
     finish_step(s, s.schedule(1))
     assert (a.num_tokens, a.num_generated, a.generated.tolist(), a.logprobs) == (4, 1, [9], [-0.5])
     plan = s.schedule(2)
-    assert [(x.start, x.count, x.num_prompt_tokens, x.wants_logits) for x in plan.scheduled] == [(3, 1, 0, True)]
+    assert [(x.start, x.count, x.num_prompt_tokens, x.num_logits) for x in plan.scheduled] == [(3, 1, 0, True)]
 
 
 def test_a_recomputed_sequence_counts_prompt_and_generated_tokens_apart() -> None:

@@ -191,6 +191,20 @@ def test_draws_of_the_kernel_are_the_twin_s(draw, name):
     check_draws(result, logits, samples, NONE, NONE)
 
 
+def test_scores_of_the_kernel_are_the_twin_s(draw):
+    """Of any token, several per row; the likeliest token's is what a greedy draw gives, to the bit."""
+    samples = random_records(300, 11, scored=1, greedy=1, target=lambda rng, count: rng.integers(0, VOCAB, count))
+    result, logits = draw(samples)
+    assert result.token_ids.tolist() == logits.argmax(axis=1)[samples["row"]].tolist()
+    expected = reference.log_softmax(logits)[samples["row"], samples["target"]]
+    np.testing.assert_allclose(result.logprobs, expected, rtol=1e-5, atol=2e-6)
+    samples["target"] = result.token_ids
+    likeliest, _ = draw(samples)
+    samples["scored"] = 0
+    drawn, _ = draw(samples)
+    assert same_bits(likeliest.logprobs, drawn.logprobs) and same_bits(likeliest.token_ids, drawn.token_ids)
+
+
 def penalty_inputs(count: int, seed: int, **fields: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Samples with histories of their own (some empty, some without output), and forbidden tokens."""
     rng = np.random.default_rng(seed)

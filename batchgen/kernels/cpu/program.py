@@ -198,8 +198,10 @@ def sample_item(model, item, arrays, vocab_scratch):
     sample = arrays.samples[item]
     row, token = sample.row, arrays.best[sample.row]
     logit = arrays.best_logit[row]
-    # Logits that are not finite are the engine's to report; there is nothing to draw from.
-    if arrays.needs_logits[row] and np.isfinite(arrays.log_sum[row]):
+    if sample.scored:
+        logit = arrays.logits[row, sample.target]
+    # Logits that are not finite are the engine's to report; there is nothing to draw from then.
+    elif arrays.needs_logits[row] and np.isfinite(arrays.log_sum[row]):
         logits = arrays.logits[row]
         plain = sample.history_begin == sample.history_end and sample.suppress_begin == sample.suppress_end
         if not (sample.greedy and plain):
