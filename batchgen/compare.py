@@ -116,7 +116,10 @@ def job_side(job: DeliveredJob) -> JobSide:
 
 
 def accuracy(job: DeliveredJob) -> float | None:
-    verdict = next((name for name in ACCURACY if job.input_schema().get(name) == pl.Boolean), None)
+    prefix = job.record["spec"]["output"]["prefix"]
+    names = [*ACCURACY, prefix + ACCURACY[0]]
+    schema = job.table("results").collect_schema()
+    verdict = next((name for name in names if schema.get(name) == pl.Boolean), None)
     return None if verdict is None else collect(job.table("results").select(pl.col(verdict).mean())).item()
 
 

@@ -9,6 +9,7 @@ from batchgen.calibration import read_calibration, this_machine
 from batchgen.engine.prefix_tree import SharedPrefix, largest_prefixes
 from batchgen.io.deliver import check_columns
 from batchgen.io.model_source import cache_directory
+from batchgen.io.schemas import DELIVERED
 from batchgen.io.scratch import Scratch
 from batchgen.loading import locate_model, open_model, resolve_numerics, thread_count
 from batchgen.planned import Planned, planned
@@ -75,10 +76,10 @@ def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
     """What a job will compute, from the table and the model's header alone."""
     started = time.perf_counter()
     table = open_input(spec.input)
-    check_columns(table.schema, spec.output.columns, spec.output.prefix)
+    check_columns(table.schema, spec.output.columns, spec.output.prefix, DELIVERED[spec.task.kind])
     path, sha256 = locate_model(spec.model, progress.message)
     model = open_model(path, spec.model.pre_tokenizer)
-    PromptReader(spec, model.tokenizer, model.chat).check(table)
+    PromptReader(spec, model.tokenizer, model.chat, model.config.shape.context_length).check(table)
     numerics = resolve_numerics(spec.model, spec.engine)
     known = read_calibration(this_machine(sha256, numerics, thread_count(spec.engine)))
     with Scratch(cache_directory()) as scratch:

@@ -22,8 +22,8 @@ class Planned:
     their template the BOS token that they would have been given anyway.
     distinct_prompt_tokens: the fewest that can be computed; computed_prompt_tokens: what will be. Rows that ask for no
     tokens are in neither.
-    max_new_tokens: the most that can be generated. kv_pages_needed and kv_bytes_needed: about what keeps all sequences
-    of a step going; kv_pages: what the cache has.
+    max_new_tokens: the most that can be generated; scored_tokens: given ones whose log-probabilities are wanted.
+    kv_pages_needed and kv_bytes_needed: about what keeps all sequences of a step going; kv_pages: what the cache has.
     load_seconds, generate_seconds (low, high): from the machine's calibration, None without one.
     """
 
@@ -37,6 +37,7 @@ class Planned:
     distinct_prompt_tokens: int
     computed_prompt_tokens: int
     max_new_tokens: int
+    scored_tokens: int
     longest_prompt: int
     context_length: int
     kv_pages_needed: int
@@ -48,10 +49,11 @@ class Planned:
 
 def planned(job: PreparedJob, known: Calibration | None) -> Planned:
     """The figures of a job that is ready to run, on a machine of which `known` is known."""
-    plan, prompts = job.plan, job.prompts
+    plan, prompts, scored = job.plan, job.prompts, job.spec.task.scores
     sequences = _sequences(job)
     with_answer = job.rooms[plan.order] > 0
-    distinct = int(plan.lengths[with_answer].sum() - shared_among(plan, with_answer).sum())
+    shared = np.minimum(shared_among(plan, with_answer), job.most_shared[with_answer])
+    distinct = int(plan.lengths[with_answer].sum() - shared.sum())
     return Planned(
         rows=len(prompts.row_index),
         answers=int(prompts.samples.sum()),
@@ -62,7 +64,8 @@ def planned(job: PreparedJob, known: Calibration | None) -> Planned:
         prompt_tokens=plan.prompt_tokens,
         distinct_prompt_tokens=distinct,
         computed_prompt_tokens=sequences.prefill_tokens,
-        max_new_tokens=int((job.samples * job.rooms).sum()),
+        max_new_tokens=0 if scored else int((job.samples * job.rooms).sum()),
+        scored_tokens=int(prompts.wishes.num_logits.sum()) if scored else 0,
         longest_prompt=int(plan.lengths.max(initial=0)),
         context_length=job.model.config.shape.context_length,
         kv_pages_needed=job.pages_wanted,
@@ -79,7 +82,7 @@ def _sequences(job: PreparedJob) -> Sequences:
     rooms, samples = job.rooms[plan.order], job.samples[plan.order]
     with_answer = rooms > 0
     once = np.where(wishes.greedy[plan.order], ~plan.repeats, samples) if engine.prefix_sharing else samples
-    shared = _shared(job, with_answer)
+    shared = np.minimum(_shared(job, with_answer), job.most_shared[with_answer])
     fitting = min(1.0, job.num_pages / max(job.pages_wanted, 1))
     return Sequences(
         lengths=plan.lengths[with_answer].astype(np.int64),

@@ -32,12 +32,38 @@ ENCODE_CHARACTERS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What is scored of some prompts, an entry for each; see `types.Score`.
+
+    `rows`: whose they are, by place in the batch; of these it is result number `sample_index`. `lost` tokens were cut
+    off its context.
+    """
+
+    rows: NDArray[np.int64]
+    sample_index: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    last_tokens: NDArray[np.int32]
+    lost: NDArray[np.int32]
+
+    def __getitem__(self, kept: NDArray[np.bool_]) -> "Scored":
+        return Scored(*(getattr(self, name)[kept] for name in self.__slots__))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scored"]) -> "Scored":
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """The prompts of some rows back to back; those of `failures` (by place) have length 0."""
+    """The prompts of some rows back to back; those of `failures` (by place of the row) have length 0.
+
+    One prompt for each row, or, where given tokens are to be scored, as many as `scored` says.
+    """
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int32]
     failures: dict[int, RowFailure] = field(default_factory=dict)
+    scored: Scored | None = None
 
 
 class Source(Protocol):
@@ -64,7 +90,8 @@ def make_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None) 
     if given.token_ids is not None:
         return TokenColumn(given.token_ids)
     has_messages = given.messages is not None or given.is_batch
-    wants_chat = given.chat is True or has_messages or (given.chat == "auto" and not given.parse_special)
+    auto = given.chat == "auto" and not given.parse_special and spec.task.kind != "perplexity"
+    wants_chat = given.chat is True or has_messages or auto
     if chat is None and (given.chat is True or has_messages):
         raise InputError("the model has no chat template; give input.prompt with chat: false")
     bos = tokenizer.bos_token if tokenizer.add_bos else None
@@ -81,7 +108,12 @@ def make_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None) 
     protect = (lambda value: value) if given.parse_special else tokenizer.protect
     column = given.messages if isinstance(given.messages, str) else None
     return TextSource(
-        columns, lambda row: chat.render(protect(messages(row))), tokenizer.encode_rendered_batch, bos, column
+        columns,
+        lambda row: chat.render(protect(messages(row))),
+        tokenizer.encode_rendered_batch,
+        bos,
+        column,
+        guard=protect,
     )
 
 
@@ -157,7 +189,8 @@ def _holds_token_ids(kind: pa.DataType) -> bool:
 class TextSource:
     """Texts, made by `render_row` and encoded by `encode_texts`.
 
-    `bos` is the text of a token that encoding would add, `messages` the column that holds chats, if one does.
+    `bos` is the text of a token that encoding would add, `messages` the column that holds chats, if one does. What
+    follows a rendered text is passed through `guard` before.
     """
 
     columns: frozenset[str]
@@ -166,6 +199,7 @@ class TextSource:
     bos: str | None
     messages: str | None = None
     bos_in_text: int = 0
+    guard: Callable[[str], str] = lambda text: text
 
     @property
     def row_columns(self) -> frozenset[str]:
@@ -181,7 +215,7 @@ class TextSource:
             self.bos_in_text += sum(isinstance(text, str) and text.startswith(self.bos) for text in texts)
         return texts
 
-    def encode(self, rendered: list[str | RowFailure]) -> Encoded:
+    def encode(self, rendered: Sequence[str | RowFailure]) -> Encoded:
         texts = [text for text in rendered if isinstance(text, str)]
         made = iter([prompt for part in _parts(texts) for prompt in self._encode_part(part)])
         prompts = [next(made) if isinstance(text, str) else text for text in rendered]
@@ -263,3 +297,25 @@ def _column_messages(column: str, value: Any) -> Messages:
             if not isinstance(message.get(name), str):
                 raise RowError("schema_error", f"column '{column}': message {number} has no text in '{name}'")
     return [{name: item for name, item in message.items() if item is not None} for message in value]
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+def python_rows(batch: pa.RecordBatch) -> list[PythonRow]:
+    """The rows as dictionaries; a row with a value that Python cannot hold (a year 10000, say) becomes a failure."""
+    try:
+        return batch.to_pylist()
+    except Exception:  # pyarrow raises what it likes here
+        return [_python_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
+
+
+def _python_row(row: pa.RecordBatch) -> PythonRow:
+    values: dict[str, Any] = {}
+    for name in row.schema.names:
+        try:
+            values[name] = row.column(name)[0].as_py()
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            return RowFailure("schema_error", f"column '{name}': its value cannot be put into a prompt: {reason}")
+    return values

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from batchgen.engine.planner import Admission
 from batchgen.engine.prompt_table import PromptTable, PromptTableBuilder, Store
 from batchgen.engine.requests import RowWish
-from batchgen.engine.types import RowFailure, SamplingParams
+from batchgen.engine.types import SCORING, RowFailure, SamplingParams, Score
 from batchgen.errors import RowError
 from batchgen.io import openai_batch
 from batchgen.io.table import InputTable, check_column
 from batchgen.overflow import Overflow, truncate
-from batchgen.prompt_sources import Encoded, PythonRow, make_source
+from batchgen.prompt_sources import Encoded, PythonRow, Scored, python_rows
+from batchgen.scored_sources import make_task_source
 from batchgen.spec import JobSpec
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.tokenizer import Tokenizer
@@ -45,17 +46,24 @@ class FailedRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wishes:
-    """What each row or prompt asks for: one of some distinct wishes, by number, and a seed where it brings its own."""
+    """What each row or prompt asks for: one of some distinct wishes, by number, and a seed where it brings its own.
+
+    And what of each prompt is `scored`, if that is the task.
+    """
 
     distinct: Sequence[RowWish]
     numbers: NDArray[np.int32]
     seeds: NDArray[np.int64]
+    scored: Scored | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, position: int) -> RowWish:
         wish = self.distinct[self.numbers[position]]
+        if (scored := self.scored) is not None:
+            score = Score(int(scored.counts[position]), int(scored.last_tokens[position]))
+            return replace(wish, score=score, sample_index=int(scored.sample_index[position]))
         if not wish.own_seed:
             return wish
         return replace(wish, params=replace(wish.params, seed=int(self.seeds[position])))
@@ -72,6 +80,11 @@ class Wishes:
     @property
     def greedy(self) -> NDArray[np.bool_]:
         return self._each(lambda wish: wish.params.greedy).astype(np.bool_)
+
+    @property
+    def num_logits(self) -> NDArray[np.int64]:
+        """Of how many of its last tokens each needs the logits."""
+        return np.ones(len(self), np.int64) if self.scored is None else self.scored.counts.astype(np.int64)
 
     @property
     def may_end(self) -> NDArray[np.bool_]:
@@ -126,9 +139,9 @@ class _Rendered:
 class PromptReader:
     """Renders and encodes rows as the spec says."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None):
+    def __init__(self, spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None, context_length: int):
         self._spec = spec
-        self._source = make_source(spec, tokenizer, chat)
+        self._source = make_task_source(spec, tokenizer, chat, context_length)
         self._row_columns = sorted(self._source.row_columns | spec.sampling.columns)
         self._differ = bool(spec.sampling.columns) or spec.input.is_batch  # rows in what they ask for
         self._wishes: list[RowWish] = []  # the distinct ones
@@ -172,7 +185,7 @@ class PromptReader:
         return taken.finish(self._wishes, self._source.bos_in_text, seconds)
 
     def _render(self, row_index: NDArray[np.int64], batch: pa.RecordBatch) -> _Rendered:
-        rows = _python_rows(batch.select(self._row_columns)) if self._row_columns else [{}] * batch.num_rows
+        rows = python_rows(batch.select(self._row_columns)) if self._row_columns else [{}] * batch.num_rows
         names = batch.column(self._spec.input.id) if self._spec.input.id else None
         return _Rendered(row_index, names, *self._asked(rows), self._source.render(batch, rows))
 
@@ -190,6 +203,8 @@ class PromptReader:
 
     def _ask(self, row: PythonRow) -> tuple[RowWish, RowFailure | None]:
         """What a row asks for and, if that cannot be answered, why; of such a wish only `n` means something."""
+        if self._spec.task.scores:
+            return RowWish(SCORING, 1, False), None
         if isinstance(row, RowFailure):
             return self._results_of({}), row
         sampling = self._spec.sampling
@@ -227,43 +242,64 @@ class _Taken:
         self._row_index = [np.zeros(0, np.int64)]
         self._samples = [np.zeros(0, np.int32)]
         self._numbers, self._seeds = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        self._scored: list[Scored] = []
 
     def add(self, rendered: _Rendered, encoded: Encoded) -> None:
         """One batch: its prompts go to the table, cut if need be, or are refused."""
-        asked = rendered.asked
+        asked, count = rendered.asked, len(rendered.row_index)
         self.tokens += len(encoded.tokens)
-        encoded, lost = truncate(encoded, asked.max_tokens, self._admission.context_length, self._overflow)
+        encoded, lost = self._cut(encoded, asked, count)
         self._truncated.append(lost)
-        tokens, lengths = encoded.tokens, encoded.lengths
-        failures = self._refused(encoded, asked) | encoded.failures | rendered.failures
-        kept = np.ones(len(lengths), bool)
-        kept[list(failures)] = False
-        self._builder.append(
-            tokens if kept.all() else tokens[np.repeat(kept, lengths)], lengths[kept], rendered.row_index[kept]
-        )
+        rows = np.arange(count) if encoded.scored is None else encoded.scored.rows
+        wishes = Wishes(asked.distinct, asked.numbers[rows], asked.seeds[rows], encoded.scored)
+        failures = self._refused(encoded, wishes, rows) | encoded.failures | rendered.failures
+        good = np.ones(count, bool)
+        good[list(failures)] = False
+        self._keep(encoded, wishes, good[rows], rendered.row_index[rows])
         self._failures += [rendered.failed_row(place, failures[place]) for place in sorted(failures)]
-        self.rows += len(lengths)
+        self.rows += count
         self._row_index.append(rendered.row_index)
-        self._samples.append(asked.n.astype(np.int32))
-        self._numbers.append(asked.numbers[kept])
-        self._seeds.append(asked.seeds[kept])
+        results = asked.n if encoded.scored is None else np.where(good, np.bincount(rows, minlength=count), 1)
+        self._samples.append(results.astype(np.int32))
 
-    def _refused(self, encoded: Encoded, asked: Wishes) -> dict[int, RowFailure]:
-        """Why some prompts cannot be answered, by their place in the batch."""
-        accepted = self._admission.accepts(encoded.tokens, encoded.lengths, asked.max_tokens)
+    def _cut(self, encoded: Encoded, asked: Wishes, count: int) -> tuple[Encoded, NDArray[np.int32]]:
+        """The prompts as long as they may be, and how many tokens each row has lost."""
+        if encoded.scored is None:
+            return truncate(encoded, asked.max_tokens, self._admission.context_length, self._overflow)
+        lost = np.zeros(count, np.int32)
+        np.maximum.at(lost, encoded.scored.rows, encoded.scored.lost)
+        return encoded, lost
+
+    def _keep(self, encoded: Encoded, wishes: Wishes, kept: NDArray[np.bool_], row_index: NDArray[np.int64]) -> None:
+        tokens, lengths = encoded.tokens, encoded.lengths
+        self._builder.append(tokens if kept.all() else tokens[np.repeat(kept, lengths)], lengths[kept], row_index[kept])
+        self._numbers.append(wishes.numbers[kept])
+        self._seeds.append(wishes.seeds[kept])
+        self._scored += [] if wishes.scored is None else [wishes.scored[kept]]
+
+    def _refused(self, encoded: Encoded, wishes: Wishes, rows: NDArray[np.int64]) -> dict[int, RowFailure]:
+        """Why some prompts cannot be answered, by their rows' place in the batch."""
+        accepted = self._admission.accepts(encoded.tokens, encoded.lengths, wishes.max_tokens)
+        if encoded.scored is not None:
+            accepted &= encoded.scored.last_tokens < self._admission.vocab_size
         begins = np.cumsum(encoded.lengths, dtype=np.int64) - encoded.lengths
-        found = {}
+        found: dict[int, RowFailure] = {}
         for place in np.flatnonzero(~accepted).tolist():
             prompt = encoded.tokens[begins[place] : begins[place] + encoded.lengths[place]]
-            failure = self._admission.refusal(prompt, asked[place].params)
+            failure = self._admission.refusal(prompt, wishes[place].params, wishes[place].score)
             assert failure is not None
-            found[place] = failure
+            found.setdefault(int(rows[place]), failure)
         return found
 
     def finish(self, distinct: list[RowWish], bos_in_text: int, seconds: float) -> JobPrompts:
         return JobPrompts(
             self._builder.finish(),
-            Wishes(distinct, np.concatenate(self._numbers), np.concatenate(self._seeds)),
+            Wishes(
+                distinct,
+                np.concatenate(self._numbers),
+                np.concatenate(self._seeds),
+                Scored.joined(self._scored) if self._scored else None,
+            ),
             self._failures,
             np.concatenate(self._row_index),
             np.concatenate(self._samples),
@@ -284,25 +320,6 @@ def _ahead(pool: ThreadPoolExecutor, function: Callable[[_T], _R], items: Iterab
         working = following
     if working is not None:
         yield working.result()
-
-
-def _python_rows(batch: pa.RecordBatch) -> list[PythonRow]:
-    """The rows as dictionaries; a row with a value that Python cannot hold (a year 10000, say) becomes a failure."""
-    try:
-        return batch.to_pylist()
-    except Exception:  # pyarrow raises what it likes here
-        return [_python_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
-
-
-def _python_row(row: pa.RecordBatch) -> PythonRow:
-    values: dict[str, Any] = {}
-    for name in row.schema.names:
-        try:
-            values[name] = row.column(name)[0].as_py()
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            return RowFailure("schema_error", f"column '{name}': its value cannot be put into a prompt: {reason}")
-    return values
 
 
 def _text_of(value: pa.Scalar) -> str | None:

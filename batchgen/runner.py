@@ -30,6 +30,7 @@ from batchgen.io.checkpoint import Checkpoint, read_job
 from batchgen.io.deliver import Expected, check_columns, deliver
 from batchgen.io.openai_batch import deliver_batch_output
 from batchgen.io.reuse import ASKED, take_over
+from batchgen.io.schemas import DELIVERED
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable
 from batchgen.io.writer import JobWriter
@@ -50,6 +51,7 @@ from batchgen.prefix_cache import open_tiers
 from batchgen.prepare import PreparedJob, open_device, open_input, prepare, reading_progress
 from batchgen.progress import Progress, ProgressListener
 from batchgen.prompts import PromptReader
+from batchgen.score_results import result_form, verdicts
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
 
 PROGRESS_NS = 200_000_000
@@ -87,15 +89,17 @@ def run_job(
     directory and this one would compute again.
     """
     started = time.perf_counter()
+    if spec.task.scores and (retry_errors or reuse):
+        raise OutputError(f"task.kind: {spec.task.kind} is computed anew: --retry-errors and --reuse are for answers")
     table = open_input(spec.input)
     for note in table.notes:
         progress.message(note)
-    check_columns(table.schema, spec.output.columns, spec.output.prefix)
+    check_columns(table.schema, spec.output.columns, spec.output.prefix, DELIVERED[spec.task.kind])
     numerics = resolve_numerics(spec.model, spec.engine)
     path, sha256 = locate_model(spec.model, progress.message)
     dates: list[datetime] = []  # known once the output is open, wanted once prompts are made
     model = open_model(path, spec.model.pre_tokenizer, lambda: dates[0])
-    PromptReader(spec, model.tokenizer, model.chat).check(table)
+    PromptReader(spec, model.tokenizer, model.chat, model.config.shape.context_length).check(table)
     check_places(spec, table)
     identity = _identity(spec, table, sha256, numerics)
     with Checkpoint.open(spec.output.path, identity, fresh, retry_errors=retry_errors, reuse=reuse) as checkpoint:
@@ -238,15 +242,21 @@ def _make_engine(job: PreparedJob, tiers: CacheTiers | None) -> Engine:
     return Engine(job.backend, job.model.tokenizer, limits, tiers=tiers)
 
 
+def writes_timings(spec: JobSpec) -> bool:
+    """A row for each generated token."""
+    return spec.output.timings == "token" and not spec.task.scores
+
+
 def _make_writer(spec: JobSpec, checkpoint: Checkpoint, started_ns: int) -> JobWriter:
     output = spec.output
     return JobWriter(
         checkpoint,
         part_rows=output.part_rows,
         part_seconds=output.part_seconds,
-        timings=output.timings == "token",
+        timings=writes_timings(spec),
         clock=time.monotonic_ns,
         started_ns=started_ns,
+        scores=spec.task.scores,
     )
 
 
@@ -280,6 +290,7 @@ class _Run:
         self._computed = self._rows = 0
         self._failures: Counter[str] = Counter()
         self._shown = 0
+        self._verdicts: dict[str, float | None] = {}
 
     def run(self, stop: Callable[[], bool]) -> JobSummary:
         with self._writer:
@@ -446,8 +457,10 @@ class _Run:
             columns=output.columns,
             prefix=output.prefix,
             part_rows=output.part_rows,
-            timings=output.timings == "token",
+            timings=writes_timings(self._job.spec),
+            form=result_form(self._job.spec, self._job.model.tokenizer),
         )
+        self._verdicts = verdicts(self._job.spec, self._checkpoint.directory)
         if self._job.spec.input.is_batch:
             model = self._job.model.config.name
             deliver_batch_output(self._checkpoint, self._table, prefix=output.prefix, model=model)
@@ -456,15 +469,19 @@ class _Run:
     def _totals(self, generated: int) -> dict[str, Any]:
         """Counts over all runs of the job; seconds of this one."""
         counts = self._checkpoint.totals
-        return {name: counts.get(name, 0) for name in TOTAL_COUNTS} | {
-            "plan_seconds": round(self._plan_seconds, 3),
-            "tokenize_seconds": round(self._job.prompts.tokenize_seconds, 3),
-            "tokenize_tokens_per_second": round(self._job.prompts.tokens_per_second),
-            "load_seconds": round(self._loaded.load_seconds, 3),
-            "compile_seconds": round(self._loaded.compile_seconds, 3),
-            "generate_seconds": round((generated - self._generating) / 1e9, 3),
-            "wall_seconds": round(time.perf_counter() - self._started, 3),
-        }
+        return (
+            {name: counts.get(name, 0) for name in TOTAL_COUNTS}
+            | self._verdicts
+            | {
+                "plan_seconds": round(self._plan_seconds, 3),
+                "tokenize_seconds": round(self._job.prompts.tokenize_seconds, 3),
+                "tokenize_tokens_per_second": round(self._job.prompts.tokens_per_second),
+                "load_seconds": round(self._loaded.load_seconds, 3),
+                "compile_seconds": round(self._loaded.compile_seconds, 3),
+                "generate_seconds": round((generated - self._generating) / 1e9, 3),
+                "wall_seconds": round(time.perf_counter() - self._started, 3),
+            }
+        )
 
     def _job_record(self, generated: int) -> dict[str, Any]:
         job, figures = self._job, self._figures
@@ -492,6 +509,7 @@ TOTAL_COUNTS = (
     "restored_prompt_tokens",
     "generated_tokens",
     "reused_results",
+    "scored_tokens",
 )
 
 

@@ -349,6 +349,63 @@ def _min_tokens_clash(least: int, most: int) -> str | None:
     return f"min_tokens ({least}) is greater than max_tokens ({most})" if least > most else None
 
 
+_TASK_KEYS = {
+    "generate": frozenset[str](),
+    "score": frozenset({"continuation", "max_length"}),
+    "choose": frozenset({"choices", "delimiter", "answer", "max_length"}),
+    "perplexity": frozenset({"stride", "max_length"}),
+}
+_TASK_NEEDS = {"score": "continuation", "choose": "choices"}
+
+
+class TaskSpec(_Part):
+    """What is done with each prompt: an answer is generated, or given texts are scored after it, or it is itself."""
+
+    kind: Literal["generate", "score", "choose", "perplexity"] = Field(
+        default="generate",
+        description="generate an answer; score: log-likelihood of a continuation; choose: the likeliest of several; "
+        "perplexity: log-likelihood of the prompt itself",
+    )
+    continuation: PromptText | None = Field(
+        default=None, description="score: jinja2 template of the text that follows the prompt, or a column of token ids"
+    )
+    choices: (
+        Annotated[
+            Annotated[Text, Tag("#value")] | Annotated[ListOf[PromptText], AfterValidator(_not_empty), Tag("#list")],
+            Discriminator(_kind_list),
+        ]
+        | None
+    ) = Field(default=None, description="choose: column of lists of texts, or a list of jinja2 templates")
+    delimiter: str = Field(default="", description="choose: text between the prompt and each choice")
+    answer: Text | None = Field(
+        default=None, description="choose: column of the right choice, its number (from 0) or its text"
+    )
+    stride: Count | None = Field(
+        default=None, description="perplexity: tokens that a window adds to those before; default: all that it holds"
+    )
+    max_length: Count | None = Field(
+        default=None, description="most tokens that a prediction may see; default, and most: the model's context"
+    )
+
+    @property
+    def scores(self) -> bool:
+        """Whether given tokens are scored and nothing is generated."""
+        return self.kind != "generate"
+
+    @model_validator(mode="after")
+    def _keys_of_the_kind(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            given = name != "kind" and getattr(self, name) != field.default
+            if given and name not in _TASK_KEYS[self.kind]:
+                raise ValueError(f"{name} has no meaning with kind: {self.kind}")
+        needed = _TASK_NEEDS.get(self.kind)
+        if needed and getattr(self, needed) is None:
+            raise ValueError(f"kind: {self.kind} needs {needed}")
+        if self.stride and self.max_length and self.stride > self.max_length:
+            raise ValueError(f"stride ({self.stride}) is greater than max_length ({self.max_length})")
+        return self
+
+
 class OutputSpec(_Part):
     """Where the answers go and in what portions."""
 
@@ -445,6 +502,7 @@ class EngineSpec(_Part):
 _RESULT_KEYS = {
     "model": ("pre_tokenizer",),
     "input": tuple(name for name in InputSpec.model_fields if name not in ("path", "id")),
+    "task": tuple(TaskSpec.model_fields),
     "sampling": tuple(SamplingSpec.model_fields),
     "output": ("columns", "prefix", "timings"),
 }
@@ -458,9 +516,25 @@ class JobSpec(_Part):
     )
     model: ModelSpec = Field(description="which model answers")
     input: InputSpec = Field(description="the table of prompts")
+    task: TaskSpec = Field(default=TaskSpec(), description="what is done with each prompt")
     sampling: SamplingSpec = Field(default=SamplingSpec(), description="how answers are generated")
     output: OutputSpec = Field(default=OutputSpec(), description="where the answers go")
     engine: EngineSpec = Field(default=EngineSpec(), description="how the answers are computed")
+
+    @model_validator(mode="after")
+    def _task_goes_with_the_rest(self) -> Self:
+        if not self.task.scores:
+            return self
+        kind = f"task.kind: {self.task.kind}"
+        if self.sampling != SamplingSpec():
+            raise ValueError(f"{kind} generates nothing, so sampling has no meaning with it")
+        if self.input.is_batch:
+            raise ValueError(f"{kind} has no meaning with requests of OpenAI's batches, which ask for answers")
+        if self.input.overflow != "error":
+            raise ValueError(f"input.overflow has no meaning with {kind}, for which long prompts are cut on the left")
+        if self.task.kind == "perplexity" and (self.input.chat is True or self.input.messages is not None):
+            raise ValueError(f"{kind} is that of plain texts: give input.prompt or input.token_ids, without chat: true")
+        return self
 
     def resolve_paths(self, folder: Path, cwd: Path) -> "JobSpec":
         """The same job with absolute paths: what is read starts at `folder`, what is written at `cwd`."""

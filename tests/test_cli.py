@@ -58,6 +58,7 @@ FIGURES = Planned(
     distinct_prompt_tokens=250,
     computed_prompt_tokens=250,
     max_new_tokens=2560,
+    scored_tokens=0,
     longest_prompt=77,
     context_length=8192,
     kv_pages_needed=96,

@@ -68,7 +68,7 @@ def read(
     pq.write_table(rows, folder / "rows.parquet")
     spec = make_spec(folder, given, sampling)
     table = open_table(spec.input.path, where=spec.input.where, limit=spec.input.limit)
-    reader = PromptReader(spec, tokenizer or Characters(), CHAT)
+    reader = PromptReader(spec, tokenizer or Characters(), CHAT, ADMISSION.context_length)
     reader.check(table)
     return reader.read(table, ADMISSION, store or MemoryStore(), **options)
 
@@ -222,7 +222,7 @@ def test_refusals_look_at_each_rows_own_parameters(tmp_path: Path) -> None:
     rows = pa.table({"ids": [[1] * 10] * 3, "most": [1, 5, 200]})
     pq.write_table(rows, tmp_path / "rows.parquet")
     spec = make_spec(tmp_path, {"token_ids": "ids"}, {"max_tokens": "{{ most }}", "n": 2})
-    reader = PromptReader(spec, Characters(), None)  # type: ignore[arg-type]
+    reader = PromptReader(spec, Characters(), None, ADMISSION.context_length)  # type: ignore[arg-type]
     result = reader.read(open_table(spec.input.path), Admission(100, 50, 14), MemoryStore())
     assert found(result)[2] == (
         "resource_error",
@@ -311,5 +311,5 @@ def test_an_input_that_is_damaged_further_on_ends_reading_and_its_thread(tmp_pat
     os.utime(tmp_path / "rows.parquet", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     before = threading.enumerate()
     with pytest.raises(InputError, match="damaged"):
-        PromptReader(spec, Characters(), None).read(table, ADMISSION, MemoryStore())  # type: ignore[arg-type]
+        PromptReader(spec, Characters(), None, ADMISSION.context_length).read(table, ADMISSION, MemoryStore())  # type: ignore[arg-type]
     assert threading.enumerate() == before

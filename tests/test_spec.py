@@ -195,7 +195,7 @@ def test_a_whole_number_will_do_for_a_number(load):
     [
         ("sampling: {temprature: 1}", "unknown key 'sampling.temprature'; did you mean 'temperature'?"),
         ("max_tokens: 1", "unknown key 'max_tokens'; did you mean 'sampling.max_tokens'?"),
-        ("zzz: 1", "unknown key 'zzz'; the keys here are name, model, input, sampling, output, engine"),
+        ("zzz: 1", "unknown key 'zzz'; the keys here are name, model, input, task, sampling, output, engine"),
         ("enginee: {}", "unknown key 'enginee'; did you mean 'engine'?"),
         ("engine: {cache: {disk: x}}", "unknown key 'engine.cache.disk'; did you mean 'disk_path'?"),
     ],

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -44,8 +44,38 @@ class Expected:
         return result_keys(np.repeat(self.row_index, self.samples), numbers)
 
 
-def check_columns(schema: pa.Schema, columns: Columns, prefix: str) -> pa.Schema:
-    """The schema of the delivered results: the input's `columns`, then the result columns behind `prefix`.
+class ResultForm(Protocol):
+    """How committed results, of the schema `parts`, become those that are delivered, of the schema `delivered`.
+
+    `columns`: the input's that this needs. `one_per_row`: there is one result for each input row in the end.
+    """
+
+    parts: pa.Schema
+    delivered: pa.Schema
+    columns: frozenset[str]
+    one_per_row: bool
+
+    def finish(self, batch: pa.RecordBatch, samples: NDArray[np.int32], results: pa.Table) -> pa.Table:
+        """Of some input rows, `samples` results for each, in order; `batch` holds the `columns` of these rows."""
+        ...
+
+
+class Answers:
+    """Generated answers are delivered as they are."""
+
+    parts = delivered = RESULTS
+    columns = frozenset[str]()
+    one_per_row = False
+
+    def finish(self, batch: pa.RecordBatch, samples: NDArray[np.int32], results: pa.Table) -> pa.Table:
+        return results
+
+
+ANSWERS = Answers()
+
+
+def check_columns(schema: pa.Schema, columns: Columns, prefix: str, results: pa.Schema = RESULTS) -> pa.Schema:
+    """The schema of what is delivered: the input's `columns`, then those of `results` behind `prefix`.
 
     Call it before a job runs. Raises InputError for a column that the input does not have, OutputError for a clash and
     for a type that Parquet cannot hold.
@@ -55,7 +85,7 @@ def check_columns(schema: pa.Schema, columns: Columns, prefix: str) -> pa.Schema
         check_column(name, schema.names)
     for name in names:
         _check_type(schema.field(name))
-    own = [field.with_name(prefix + field.name) for field in RESULTS]
+    own = [field.with_name(prefix + field.name) for field in results]
     clash = [field.name for field in own if field.name in names]
     if clash:
         way_out = 'set output.prefix, for instance to "out_", or leave it out of output.columns'
@@ -83,6 +113,7 @@ def deliver(
     prefix: str,
     part_rows: int,
     timings: bool = True,
+    form: ResultForm = ANSWERS,
     run_bytes: int = _RUN_BYTES,
 ) -> None:
     """Writes results/, steps/ and (unless `timings` is false) timings/ from the committed parts.
@@ -92,11 +123,11 @@ def deliver(
     called again at any time; `Checkpoint.finish` must follow. Raises OutputError when a result is missing or double,
     when the input is not the one that was answered, or when writing fails.
     """
-    schema = check_columns(table.schema, columns, prefix)
+    schema = check_columns(table.schema, columns, prefix, form.delivered)
     _check_complete(checkpoint, expected)
     remove(checkpoint.work / "deliver")
     with output_errors(checkpoint.directory):
-        joined = _join(table, schema, expected, _open_runs(checkpoint, run_bytes))
+        joined = _join(table, schema, expected, _open_runs(checkpoint, run_bytes, form.parts), form)
         _deliver_directory(checkpoint, "results", joined, schema, part_rows)
         for kind in ("timings", "steps") if timings else ("steps",):
             batches = _part_batches(checkpoint.part_files(kind))
@@ -153,12 +184,12 @@ class _Run:
             self._next = next(self._batches, None)
 
 
-def _open_runs(checkpoint: Checkpoint, run_bytes: int) -> list[_Run]:
+def _open_runs(checkpoint: Checkpoint, run_bytes: int, schema: pa.Schema) -> list[_Run]:
     """All results as a few sorted runs: kept in memory when one holds them all, else in files."""
     directory = checkpoint.work / "runs"
     remove(directory)
     chunks = _chunks(checkpoint.part_files("results"), run_bytes)
-    first = next(chunks, RESULTS.empty_table())
+    first = next(chunks, schema.empty_table())
     second = next(chunks, None)
     if second is None:
         return [_Run(iter(_sorted(first).to_batches(_WINDOW_ROWS)))]
@@ -194,7 +225,7 @@ def _sorted(results: pa.Table) -> pa.Table:
 
 def _store_run(path: Path, results: pa.Table) -> Path:
     """Sorts the results into a file, which a crash need not outlive."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, RESULTS) as writer:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, results.schema) as writer:
         writer.write_table(_sorted(results), max_chunksize=_WINDOW_ROWS)
     return path
 
@@ -205,20 +236,25 @@ def _stored_run(path: Path) -> Iterator[pa.RecordBatch]:
             yield reader.get_batch(number)
 
 
-def _join(table: InputTable, schema: pa.Schema, expected: Expected, runs: list[_Run]) -> Iterator[pa.RecordBatch]:
+def _join(
+    table: InputTable, schema: pa.Schema, expected: Expected, runs: list[_Run], form: ResultForm
+) -> Iterator[pa.RecordBatch]:
     """The delivered rows, window by window of the input."""
-    names = schema.names[: -len(RESULTS)]
+    names = schema.names[: -len(form.delivered)]
+    read = list(dict.fromkeys([*names, *sorted(form.columns)]))
     most = int(expected.samples.max(initial=1))
     position = 0
-    for row_index, batch in table.batches(names, batch_rows=max(1, _WINDOW_ROWS // most)):
+    for row_index, batch in table.batches(read, batch_rows=max(1, _WINDOW_ROWS // most)):
         end = position + len(row_index)
         if not np.array_equal(row_index, expected.row_index[position:end]):
             raise OutputError("the input has changed since the job started; run it again with --fresh")
-        results = _sorted(pa.Table.from_batches(_window(runs, int(row_index[-1]) + 1), RESULTS))
-        rows = np.repeat(np.arange(len(row_index)), expected.samples[position:end])
-        done = 0
-        for part in _parts(batch, rows):
-            yield _beside(schema, batch, part, results.slice(done, len(part)))
+        results = _sorted(pa.Table.from_batches(_window(runs, int(row_index[-1]) + 1), form.parts))
+        samples = expected.samples[position:end]
+        rows = np.repeat(np.arange(len(row_index)), 1 if form.one_per_row else samples)
+        results = form.finish(batch.select(sorted(form.columns)), samples, results)
+        beside, done = batch.select(names), 0
+        for part in _parts(beside, rows):
+            yield _beside(schema, beside, part, results.slice(done, len(part)))
             done += len(part)
         position = end
     if position != len(expected.row_index):

@@ -12,7 +12,7 @@ import pyarrow.dataset as ds
 
 from batchgen.errors import OutputError
 from batchgen.io.checkpoint import read_job
-from batchgen.io.schemas import RESULTS
+from batchgen.io.schemas import DELIVERED, RESULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,19 @@ class DeliveredJob:
     def name(self) -> str:
         return str(self.record["spec"]["name"])
 
+    @property
+    def _own(self) -> pa.Schema:
+        """The result columns, without the prefix."""
+        return DELIVERED[self.record["spec"].get("task", {}).get("kind", "generate")]
+
     def results(self) -> pl.LazyFrame:
-        """The columns of `RESULTS`, under these names whatever `output.prefix` is."""
-        prefix = self.record["spec"]["output"]["prefix"]
-        return self.table("results").select(pl.col(prefix + name).alias(name) for name in RESULTS.names)
+        """The columns of `RESULTS`, under these names whatever `output.prefix` is.
+
+        Of a task that scores they are filled in as far as they mean something: the text is the choice, if one was made.
+        """
+        prefix, own = self.record["spec"]["output"]["prefix"], self._own
+        found = self.table("results").select(pl.col(prefix + name).alias(name) for name in own.names)
+        return found if own is RESULTS else found.select(**_as_answers(own))
 
     def steps(self) -> pl.LazyFrame:
         return self.table("steps")
@@ -58,7 +67,7 @@ class DeliveredJob:
     def input_schema(self) -> Mapping[str, pl.DataType]:
         """The columns of results/ that are not results: the input's, and what was added since."""
         prefix = self.record["spec"]["output"]["prefix"]
-        own = {prefix + name for name in RESULTS.names}
+        own = {prefix + name for name in self._own.names}
         return {name: kind for name, kind in self.table("results").collect_schema().items() if name not in own}
 
     def input_rows(self, row_index: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
@@ -72,6 +81,21 @@ class DeliveredJob:
     def table(self, kind: str) -> pl.LazyFrame:
         """The parts of a table as they are written."""
         return pl.scan_parquet(_parts(self.directory, kind), glob=False)
+
+
+def _as_answers(own: pa.Schema) -> dict[str, pl.Expr]:
+    """`RESULTS` by expressions on the columns of a task that scores."""
+    known = {name: pl.col(name) for name in own.names if name in RESULTS.names}
+    empty = pl.from_arrow(RESULTS.empty_table())
+    assert isinstance(empty, pl.DataFrame)
+    missing: dict[str, pl.Expr] = {name: pl.lit(None, kind) for name, kind in empty.schema.items()}
+    missing["num_generated_tokens"] = pl.lit(0, pl.Int32)
+    if "choice" in own.names:
+        chosen = pl.col("choice_scores").list.get(pl.col("choice"), null_on_oob=True).struct
+        known |= {"text": chosen.field("text"), "cumulative_logprob": chosen.field("logprob")}
+    if "logprob_sum" in own.names:
+        known["cumulative_logprob"] = pl.col("logprob_sum")
+    return {name: known.get(name, missing[name]) for name in RESULTS.names}
 
 
 def _parts(directory: Path, kind: str) -> list[Path]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from batchgen.engine.types import RequestOutput, StepRecord
 from batchgen.io.checkpoint import Checkpoint
-from batchgen.io.schemas import RESULTS, STEPS, TIMINGS
+from batchgen.io.schemas import RESULTS, SCORES, STEPS, TIMINGS
 
 _NS = 1e9
 PART_TOKENS = 1 << 21
@@ -41,9 +41,9 @@ class JobWriter:
     one. One part is written at a time, meanwhile others wait: those of two parts at most, then `maybe_flush` waits too.
     `clock` gives nanoseconds on the engine's monotonic clock; `started_ns` is when this process began the job (default:
     now). Engine steps count from 0 in every process; steps and times are written so that they go on from earlier runs
-    of the same job. With `timings` false no row per token is written. A failed write raises OutputError in the next
-    `maybe_flush` or `flush`; committed parts are then as they were, and what was buffered stays buffered. Leaving the
-    context lets the part under way end, and writes no other.
+    of the same job. With `timings` false no row per token is written; with `scores` outputs are scored tokens. A failed
+    write raises OutputError in the next `maybe_flush` or `flush`; committed parts are then as they were, and what was
+    buffered stays buffered. Leaving the context lets the part under way end, and writes no other.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class JobWriter:
         timings: bool,
         clock: Callable[[], int],
         started_ns: int | None = None,
+        scores: bool = False,
     ):
+        self._scores = scores
         self._checkpoint = checkpoint
         self._part_rows = part_rows
         self._part_ns = part_seconds * _NS
@@ -122,17 +124,18 @@ class JobWriter:
     def _commit(self, part: _Buffer) -> None:
         timings = timings_table(part.outputs, self._first_step, self._shift_ns)
         steps = steps_table(part.steps, self._first_step, self._shift_ns)
-        tables = {"results": results_table(part.outputs), "steps": steps}
+        results = results_table(part.outputs, SCORES if self._scores else RESULTS)
+        tables = {"results": results, "steps": steps}
         if self._timings:
             tables["timings"] = timings
         restored = sum(output.num_restored_tokens for output in part.outputs)
-        totals = results_totals(tables["results"]) | steps_totals(steps) | {"restored_prompt_tokens": restored}
+        totals = results_totals(results) | steps_totals(steps) | {"restored_prompt_tokens": restored}
         end_step, end_ns = part_end(timings, steps)
         self._checkpoint.commit(tables, end_step=end_step, end_ns=end_ns, totals=totals)
 
 
-def results_table(outputs: Sequence[RequestOutput]) -> pa.Table:
-    """One row per output, schema `RESULTS`. Seconds are null for an output that was never scheduled."""
+def results_table(outputs: Sequence[RequestOutput], schema: pa.Schema = RESULTS) -> pa.Table:
+    """One row per output, schema `RESULTS` or `SCORES`. Seconds are null for an output that was never scheduled."""
     scheduled = _numbers(outputs, "scheduled_ns", np.int64)
     first_token = _numbers(outputs, "first_token_ns", np.int64)
     finished = _numbers(outputs, "finished_ns", np.int64)
@@ -147,7 +150,9 @@ def results_table(outputs: Sequence[RequestOutput]) -> pa.Table:
             for name in ("text", "finish_reason", "stop_reason", "request_hash")
         },
         "row_index": _numbers(outputs, "row_index", np.int64),
-        "token_ids": _token_lists(outputs),
+        "token_ids": _lists(outputs, "token_ids", np.int32),
+        "token_logprobs": _lists(outputs, "logprobs", np.float32),
+        "is_greedy": [output.is_greedy for output in outputs],
         "num_generated_tokens": _lengths(outputs).astype(np.int32),
         "cumulative_logprob": _numbers(outputs, "cumulative_logprob", np.float64),
         "error": [output.error and {"code": output.error.code, "message": output.error.message} for output in outputs],
@@ -155,7 +160,7 @@ def results_table(outputs: Sequence[RequestOutput]) -> pa.Table:
         "prefill_s": _seconds(scheduled, first_token, scheduled > 0),
         "decode_s": _seconds(first_token, finished, scheduled > 0),
     }
-    return pa.table([pa.array(columns[field.name], field.type) for field in RESULTS], schema=RESULTS)
+    return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 
 def timings_table(outputs: Sequence[RequestOutput], first_step: int, shift_ns: int) -> pa.Table:
@@ -195,9 +200,10 @@ def _joined(outputs: Sequence[RequestOutput], name: str, dtype: type[np.generic]
     return np.concatenate([np.zeros(0, dtype), *(getattr(output, name) for output in outputs)], dtype=dtype)
 
 
-def _token_lists(outputs: Sequence[RequestOutput]) -> pa.ListArray:
+def _lists(outputs: Sequence[RequestOutput], name: str, dtype: type[np.generic]) -> pa.ListArray:
+    """Of arrays that run parallel to `token_ids`."""
     offsets = np.concatenate([[0], np.cumsum(_lengths(outputs))]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, _joined(outputs, "token_ids", np.int32))
+    return pa.ListArray.from_arrays(offsets, _joined(outputs, name, dtype))
 
 
 def _seconds(start: NDArray[np.int64], end: NDArray[np.int64], known: NDArray[np.bool_]) -> pa.Array:
@@ -214,15 +220,18 @@ def part_end(timings: pa.Table, steps: pa.Table) -> tuple[int, int]:
 
 
 def results_totals(results: pa.Table) -> dict[str, int]:
-    """Countable things; rows and prompts are counted at their first sample."""
+    """Countable things; rows and prompts are counted at their first sample, but each score has a prompt."""
     first = results.filter(pc.equal(results["sample_index"], 0))
-    return {
+    totals = {
         "rows": first.num_rows,
         "failed_rows": _sum(pc.equal(first["finish_reason"], "error")),
         "results": results.num_rows,
-        "prompt_tokens": _sum(first["num_prompt_tokens"]),
-        "generated_tokens": _sum(results["num_generated_tokens"]),
     }
+    if "token_logprobs" in results.column_names:  # scored, see `SCORES`
+        scored = _sum(pc.list_value_length(results["token_ids"]))
+        return totals | {"prompt_tokens": _sum(results["num_prompt_tokens"]), "scored_tokens": scored}
+    generated = _sum(results["num_generated_tokens"])
+    return totals | {"prompt_tokens": _sum(first["num_prompt_tokens"]), "generated_tokens": generated}
 
 
 def steps_totals(steps: pa.Table) -> dict[str, int]:

@@ -164,6 +164,10 @@ class Tokenizer:
         """What one token adds to a text: nothing for a control token if `skip_special`."""
         return self._bytes((token_id,), skip_special)
 
+    def num_bytes(self, ids: Iterable[int]) -> int:
+        """Bytes that `ids` add to a text, the spellings of control tokens among them."""
+        return len(self._bytes(ids, skip_special=False))
+
     def incremental(self, *, skip_special: bool = True) -> "IncrementalDecoder":
         """A decoder for ids that arrive one by one."""
         return IncrementalDecoder(self, skip_special)
