@@ -17,16 +17,19 @@ LINE = 120
 def plan_pairs(plan: JobPlan, spec: str) -> list[tuple[str, str]]:
     """The figures; `spec` is the spec's file, as it was given."""
     figures = plan.figures
+    what, new = "rows", ("new tokens at most", f"{figures.max_new_tokens:,}")
+    if figures.scored_tokens:
+        what, new = "prompts", ("tokens to score", f"{figures.scored_tokens:,}")
     return [
         ("rows", f"{figures.rows:,}"),
         ("answers", f"{figures.answers:,}"),
         *_failures(figures.failures),
-        ("rows equal to another", f"{figures.duplicate_rows:,}"),
+        (f"{what} equal to another", f"{figures.duplicate_rows:,}"),
         *([("BOS in the template, not doubled", f"{figures.bos_doubled:,} rows")] if figures.bos_doubled else []),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
         ("distinct prompt tokens", f"{figures.distinct_prompt_tokens:,}, the fewest that can be computed"),
         ("prompt tokens to compute", f"{figures.computed_prompt_tokens:,} ({_saved(figures):.1%} saved by sharing)"),
-        ("new tokens at most", f"{figures.max_new_tokens:,}"),
+        new,
         ("longest prompt", f"{figures.longest_prompt:,} of {figures.context_length:,} tokens"),
         ("KV memory at the peak", f"{size(figures.kv_bytes_needed)} ({_pages(figures)})"),
         ("tokenised in", f"{plan.tokenize_seconds:,.1f} s ({plan.tokenize_tokens_per_second:,.0f} tokens/s)"),

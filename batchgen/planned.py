@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.calibration import Calibration
+from batchgen.engine.planner import shared_before_logits
 from batchgen.engine.prefix_tree import shared_among
 from batchgen.engine.run_order import RunOrder, shared_in_turn
 from batchgen.estimate import Sequences, estimate_seconds
@@ -18,8 +19,8 @@ class Planned:
     """Counts of rows, tokens and pages; names as in job.json's `totals` where these count the same when it is done.
 
     rows: all of them. answers: results, n per row. failed_rows: rows that cannot be answered, in failures by the
-    code of their error. duplicate_rows: rows whose prompt is that of an earlier one. bos_doubled: prompts that bring by
-    their template the BOS token that they would have been given anyway.
+    code of their error. duplicate_rows: rows, or continuations, whose prompt is that of an earlier one. bos_doubled:
+    prompts that bring by their template the BOS token that they would have been given anyway.
     distinct_prompt_tokens: the fewest that can be computed; computed_prompt_tokens: what will be. Rows that ask for no
     tokens are in neither.
     max_new_tokens: the most that can be generated; scored_tokens: given ones whose log-probabilities are wanted.
@@ -52,11 +53,10 @@ def planned(job: PreparedJob, known: Calibration | None) -> Planned:
     plan, prompts, scored = job.plan, job.prompts, job.spec.task.scores
     sequences = _sequences(job)
     with_answer = job.rooms[plan.order] > 0
-    shared = np.minimum(shared_among(plan, with_answer), job.most_shared[with_answer])
-    distinct = int(plan.lengths[with_answer].sum() - shared.sum())
+    distinct = int(plan.lengths[with_answer].sum() - _shared_as_planned(job, with_answer).sum())
     return Planned(
         rows=len(prompts.row_index),
-        answers=int(prompts.samples.sum()),
+        answers=len(prompts.row_index) if scored else int(prompts.samples.sum()),
         failed_rows=len(prompts.failures),
         failures=dict(Counter(failed.failure.code for failed in prompts.failures)),
         duplicate_rows=int(plan.repeats.sum()),
@@ -82,7 +82,7 @@ def _sequences(job: PreparedJob) -> Sequences:
     rooms, samples = job.rooms[plan.order], job.samples[plan.order]
     with_answer = rooms > 0
     once = np.where(wishes.greedy[plan.order], ~plan.repeats, samples) if engine.prefix_sharing else samples
-    shared = np.minimum(_shared(job, with_answer), job.most_shared[with_answer])
+    shared = _shared(job, with_answer)
     fitting = min(1.0, job.num_pages / max(job.pages_wanted, 1))
     return Sequences(
         lengths=plan.lengths[with_answer].astype(np.int64),
@@ -102,12 +102,20 @@ def _shared(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:
     if not engine.prefix_sharing:
         return np.zeros(runs.sum(), np.int64)
     if engine.schedule != "fifo":
-        return _shared_in_parts(job, runs) if job.head_rows else shared_among(plan, runs)
+        return _shared_in_parts(job, runs) if job.head_rows else _shared_as_planned(job, runs)
     kept = job.order.sums(runs.astype(np.int64)) > 0
     order = RunOrder(job.order.begins[kept], job.order.ends[kept], job.order.lanes[kept])
     shared = plan.lengths.astype(np.int64)
     shared[order.begins] = np.minimum(shared_in_turn(plan, order), shared[order.begins] - 1)
-    return shared[runs]
+    return _without_logits(job, runs, shared[runs])
+
+
+def _shared_as_planned(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:
+    return _without_logits(job, runs, shared_among(job.plan, runs))
+
+
+def _without_logits(job: PreparedJob, runs: NDArray[np.bool_], shared: NDArray[np.int64]) -> NDArray[np.int64]:
+    return shared_before_logits(job.plan.lengths[runs], shared, job.prompts.wishes.num_logits[job.plan.order][runs])
 
 
 def _shared_in_parts(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -115,5 +123,5 @@ def _shared_in_parts(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.in
     head = job.prompts.table.row_index[job.plan.order] < job.head_rows
     shared = np.zeros(len(head), np.int64)
     for part in (runs & head, runs & ~head):
-        shared[part] = shared_among(job.plan, part)
+        shared[part] = _shared_as_planned(job, part)
     return shared[runs]

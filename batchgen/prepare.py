@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.engine.planner import Admission, PrefixPlan, most_shared, own_pages, plan_prefixes, scored_tokens
+from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefixes, shared_before_logits
 from batchgen.engine.prompt_table import Store
 from batchgen.engine.run_order import RunOrder, pages_at_once, plan_order, run_order
 from batchgen.head_start import head_rows
@@ -53,7 +53,6 @@ class PreparedJob:
     order: RunOrder
     samples: NDArray[np.int64]  # answers of each prompt of the table, and the most tokens of each of them
     rooms: NDArray[np.int64]
-    most_shared: NDArray[np.int64]  # in plan order, see `planner.most_shared`
     num_pages: int
     pages_wanted: int
     head_rows: int = 0  # rows, by index, that are planned apart, see `head_start`
@@ -84,8 +83,8 @@ def prepare(
     samples = prompts.wishes.n
     # A sample starts in the middle of a page, of which all but one take a copy.
     answer_pages = samples * (-(-rooms // engine.page_size) + 1)
-    most = most_shared(plan, scored_tokens(plan, prompts.wishes.num_logits))
-    own = own_pages(plan.lengths, np.minimum(plan.shared, most), answer_pages[plan.order], engine.page_size)
+    found = shared_before_logits(plan.lengths, plan.shared, prompts.wishes.num_logits[plan.order])
+    own = own_pages(plan.lengths, found, answer_pages[plan.order], engine.page_size)
     longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // engine.page_size)
     new_tokens = (samples * rooms)[plan.order]
     # A head is run from one end, so that the others go on from the other; scores have nothing to mix prompts with.
@@ -97,7 +96,7 @@ def prepare(
     # Memory is taken only as it is touched, so the cache is as large as the whole plan (which shares) where it may be.
     pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing and not head else most_pages
     backend = device.backend
-    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, samples, rooms, most, pages, wanted, head)
+    return PreparedJob(spec, model, numerics, backend, prompts, plan, order, samples, rooms, pages, wanted, head)
 
 
 def reading_progress(progress: ProgressListener, table: InputTable, started: float) -> OnRows:

@@ -480,7 +480,9 @@ class EngineSpec(_Part):
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default=2048, description="most tokens per engine step"
     )
-    max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = Field(default=256, description="most sequences at a time")
+    max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
+        default=256, description="most sequences at a time, and most tokens of a step that are scored"
+    )
     schedule: Literal["planned", "fifo", "prefill_first"] = Field(
         default="planned",
         description="planned: by shared prefixes; fifo: in table order; prefill_first: planned, prompts before answers",

@@ -80,7 +80,7 @@ def _problem(detail: Mapping[str, Any], root: Schema) -> tuple[Keys, str]:
         case "missing":
             return keys, f"{name} is missing: must be {_allowed(_at(root, keys, root), root)}"
         case "value_error":
-            return keys, f"{name}: {detail['ctx']['error']}"
+            return keys, f"{name}: {detail['ctx']['error']}" if name else str(detail["ctx"]["error"])
         case kind:
             return keys, f"{name}: {_not_allowed(kind, detail['input'], _at(root, keys, root), root)}"
 

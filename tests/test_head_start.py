@@ -54,6 +54,23 @@ def test_the_same_answers_and_the_planned_tokens(
 
 
 @pytest.mark.usefixtures("small_heads")
+def test_scores_of_a_head_and_of_the_rest(make_spec, run, tmp_path: Path) -> None:
+    """Rows 3 to 20 are equal to earlier ones or share most with them."""
+    frame = pl.DataFrame({"q": [f"Count to {i % 9}:" for i in range(21)]})
+    frame.write_parquet(tmp_path / "rows.parquet")
+    given = {"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False}
+    spec = make_spec("scores", input=given, task={"kind": "choose", "choices": [" one", " one two", " two"]})
+    assert run(spec).rows == 21
+    found = pl.read_parquet(Path(spec.output.path) / "results" / "*.parquet")
+    by_text: dict[str, Any] = {}
+    for row in found.iter_rows(named=True):
+        assert by_text.setdefault(row["q"], row["choice_scores"]) == row["choice_scores"]
+    recorded, totals = job(spec)["plan"], job(spec)["totals"]
+    assert 0 <= recorded["computed_prompt_tokens"] - totals["computed_prompt_tokens"] < recorded["longest_prompt"]
+    assert recorded["scored_tokens"] == totals["scored_tokens"] == 21 * 4
+
+
+@pytest.mark.usefixtures("small_heads")
 def test_the_head_is_answered_before_the_last_row_is_read(
     make_spec, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

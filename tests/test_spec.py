@@ -279,6 +279,41 @@ def test_a_file_that_is_no_mapping_is_refused(refusal, base, problem):
     assert refusal(base=base)[0].startswith(problem)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("task: {kind: score}", "F: task: kind: score needs continuation"),
+        ("task: {kind: choose, answer: a}", "F: task: kind: choose needs choices"),
+        ("task: {continuation: x}", "F: task: continuation has no meaning with kind: generate"),
+        ("task: {kind: score, continuation: x, stride: 3}", "F: task: stride has no meaning with kind: score"),
+        ("task: {kind: choose, choices: []}", "F: task.choices: the list must not be empty"),
+        ("task: {kind: rank}", 'F: task.kind: "rank" is not allowed: must be one of generate, score, choose, perp'),
+        ("task: {kind: perplexity, stride: 9, max_length: 8}", "F: task: stride (9) is greater than max_length (8)"),
+        ("task: {kind: score, continuation: '{{ a'}", "F: task.continuation: not a valid template, line 1: "),
+        (
+            "task: {kind: perplexity}\nsampling: {max_tokens: 3}",
+            "F: task.kind: perplexity generates nothing, so sampling has no meaning with it",
+        ),
+    ],
+)
+def test_a_task_has_the_keys_of_its_kind(refusal, text, problem):
+    (found,) = refusal(text)
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("input.overflow=truncate_left", "input.overflow has no meaning with task.kind: perplexity, for which long"),
+        ("input.chat=true", "task.kind: perplexity is that of plain texts: give input.prompt or input.token_ids"),
+    ],
+)
+def test_what_does_not_go_with_scoring_is_refused(load, override, problem):
+    assert load("task: {kind: perplexity}").task.scores and not load("").task.scores
+    with pytest.raises(SpecError, match=problem):
+        load("task: {kind: perplexity}", override)
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: a\ninput: \xff")
     for name, problem in {"latin.yaml": ":2: not valid UTF-8 (byte 15)", "none": ": no such file"}.items():

@@ -142,22 +142,21 @@ class Admission:
         return None
 
 
-def scored_tokens(plan: PrefixPlan, counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """In plan order, of `counts` in the table's: of how many last tokens each prompt's request wants the logits.
+def shared_before_logits(
+    lengths: NDArray[np.integer], shared: NDArray[np.integer], logits: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """What prompts find computed, that have `shared` tokens in common with those before: a prompt computes its last
+    tokens, of so many of which it wants `logits`, itself.
 
-    Equal prompts are one request, which wants the most that one of them does.
+    Equal prompts, which stand side by side, are one request. It wants the most that one of them does, and all but the
+    first find it computed.
     """
-    begins = np.flatnonzero(~plan.repeats)
-    most = np.maximum.reduceat(counts[plan.order], begins) if len(begins) else np.zeros(0, np.int64)
-    return np.repeat(most, np.diff(np.append(begins, len(plan.order))))
-
-
-def most_shared(plan: PrefixPlan, logits: NDArray[np.integer]) -> NDArray[np.int64]:
-    """The most tokens that each prompt of the plan may find computed: those before the ones whose logits it wants.
-
-    Who repeats its predecessor is computed with it.
-    """
-    return np.where(plan.repeats, plan.lengths, plan.lengths - logits.astype(np.int64))
+    found = shared.astype(np.int64)
+    begins = np.flatnonzero(found < lengths)
+    if len(begins):
+        most = np.maximum.reduceat(logits, begins)
+        found[begins] = np.minimum(found[begins], lengths[begins] - most)
+    return found
 
 
 def own_pages(

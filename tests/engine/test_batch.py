@@ -78,6 +78,13 @@ def test_types_of_arrays(name: str, dtype: type) -> None:
     assert array.dtype == dtype and array.flags.c_contiguous
 
 
+def test_logits_of_the_last_tokens_of_a_chunk() -> None:
+    parts = [scheduled([1, 2, 3, 4], 0, 4, [0, 1]), scheduled([5, 6, 7], 1, 2, [2])]
+    parts[0].num_logits, parts[1].num_logits = 3, 2
+    batch = build_batch(StepPlan(parts, num_tokens=6), inputs(5), PAGE, True)
+    assert batch.logits_rows.tolist() == [1, 2, 3, 4, 5]
+
+
 def test_without_sharing_there_are_no_shared_runs() -> None:
     assert a_batch(prefix_sharing=False).shared_runs.shape == (0, 3)
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.planner import most_shared, plan_prefixes, scored_tokens
+from batchgen.engine.cache_tiers import HostMemory
+from batchgen.engine.planner import plan_prefixes, shared_before_logits
 from batchgen.engine.requests import RowWish
 from batchgen.engine.types import SCORING, RequestOutput, Score
 from tests.engine.mock import HashModel, Rig, prompt_table, requests_for, scored
@@ -83,8 +84,9 @@ def test_scores_are_those_of_a_row_alone_and_the_plan_holds(rows, sharing, seqs,
         check(rig.outputs[i, 0], row)
     assert rig.engine.scheduler.generated_tokens == rig.engine.scheduler.preemptions == 0
     plan = plan_prefixes(prompt_table(row.prompt for row in rows))
-    most = most_shared(plan, scored_tokens(plan, np.array([len(row.continuation) for row in rows])))
-    planned = plan.lengths.sum() - (np.minimum(plan.shared, most).sum() if sharing else 0)
+    logits = np.array([len(row.continuation) for row in rows])[plan.order]
+    found = shared_before_logits(plan.lengths, plan.shared, logits) if sharing else np.zeros(1)
+    planned = plan.lengths.sum() - found.sum()
     assert rig.prefill_tokens == planned
 
 
@@ -120,6 +122,24 @@ def test_the_likeliest_continuation_is_greedy() -> None:
     second = scored(MODEL, (*context, first), 0)[0]
     rig = run([Scored(context, (first, second)), Scored(context, (first, second + 1)), Scored(context, (first,))])
     assert [rig.outputs[i, 0].is_greedy for i in range(3)] == [True, False, True]
+
+
+def test_prefixes_from_a_tier_below_end_where_scores_begin() -> None:
+    """A second engine finds the context's full pages on disk, so to speak, and computes what it scores."""
+    store = HostMemory(1 << 20)
+    context = tuple(1 + i % 7 for i in range(70))
+    rows = [Scored(context, (20, 21)), Scored(context, (22, 23)), Scored(context[:60], context[60:])]
+    requests = requests_for([row.prompt for row in rows], [row.wish for row in rows])
+    prefills = []
+    for _ in range(2):
+        rig = Rig(MODEL, vocab_size=VOCAB, store=store)
+        rig.run(requests)
+        assert rig.tiers is not None
+        rig.tiers.close()
+        prefills.append(rig.prefill_tokens)
+        for i, row in enumerate(rows):
+            check(rig.outputs[i, 0], row)
+    assert prefills[1] == prefills[0] - 32  # one full page before token 59, from which on all is computed
 
 
 def test_the_end_token_is_scored_like_any_other() -> None:

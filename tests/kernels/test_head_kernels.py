@@ -8,6 +8,7 @@ import pytest
 from batchgen.kernels.base import Backend
 from batchgen.kernels.reference import log_softmax, round_bf16
 from tests.kernels.kernel_programs import Floats, Variant, build, every_token, head, logits_of, same_bits, signs
+from tests.tiny_model import greedy_samples
 
 VOCABULARIES = (1, 16, 31, 32, 33, 255, 256, 257, 300, 1025)
 """One short of, equal to and one more than 32 columns and a work item of the head."""
@@ -102,3 +103,21 @@ def test_log_softmax_against_its_definition():
     probabilities = np.exp(logits.astype(np.longdouble))
     expected = np.log(probabilities / probabilities.sum(axis=1, keepdims=True)).astype(np.float64)
     np.testing.assert_allclose(log_softmax(logits), expected, atol=1e-12)
+
+
+def test_scores_are_the_twin_s_and_those_of_likeliest_tokens_are_the_draw_s(weight_variant: Variant, open_backend):
+    """Several tokens of a row, in any order."""
+    backend, twin = random_head(open_backend(*weight_variant.names), 300), random_head(weight_variant.reference(), 300)
+    samples = np.tile(greedy_samples(40), 3)[np.random.default_rng(3).permutation(120)]
+    samples["scored"], samples["target"] = 1, np.random.default_rng(4).integers(0, 300, 120)
+    batch = every_token(range(40), samples=samples)
+    result, expected = backend.run(batch), twin.run(batch)
+    logits = result.logits[:40].copy()
+    assert result.token_ids.tolist() == logits.argmax(axis=1)[samples["row"]].tolist()
+    np.testing.assert_allclose(result.logprobs, log_softmax(logits)[samples["row"], samples["target"]], atol=1e-5)
+    tolerance = 1e-4 if weight_variant.weights == "fp32" else 0.05
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=tolerance * np.abs(logits).max())
+    samples["target"] = result.token_ids
+    likeliest = backend.run(every_token(range(40), samples=samples)).logprobs
+    drawn = backend.run(every_token(range(40))).logprobs
+    assert same_bits(likeliest, drawn[samples["row"]])
