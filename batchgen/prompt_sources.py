@@ -73,8 +73,8 @@ class Source(Protocol):
     that bring the BOS token which they would have been given anyway.
     """
 
-    bos_in_text: int
-
+    @property
+    def bos_in_text(self) -> int: ...
     @property
     def columns(self) -> frozenset[str]: ...
     @property

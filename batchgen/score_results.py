@@ -29,7 +29,10 @@ def result_form(spec: JobSpec, tokenizer: Tokenizer) -> ResultForm:
 
 def verdicts(spec: JobSpec, directory: Path) -> dict[str, float | None]:
     """Over all rows of delivered results: the share of right choices, or what a text's byte costs on the average."""
-    column = lambda name: pl.col(spec.output.prefix + name)  # noqa: E731
+
+    def column(name: str) -> pl.Expr:
+        return pl.col(spec.output.prefix + name)
+
     results = pl.scan_parquet(directory / "results" / "part-*.parquet")
     if spec.task.kind == "choose" and spec.task.answer is not None:
         found = [column(f"is_correct{way}").mean().alias(f"accuracy{way}") for way in WAYS]

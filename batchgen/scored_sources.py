@@ -5,7 +5,7 @@ Texts become tokens, and long ones are cut, as lm-evaluation-harness does it (0.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -149,9 +149,9 @@ def join(context: Tokens, continuation: Tokens, bounds: Bounds) -> Window:
     """A context's and its continuation's tokens, cut on the left so that `max_length` are seen."""
     if not len(continuation):
         raise RowError("encode_error", "the continuation adds no token to those of the context")
-    if not len(context):  # the continuation may begin with the prefix token itself
-        context, continuation = np.array([bounds.prefix_token()], np.int32), continuation
-        if continuation[0] == context[0]:
+    if not len(context):
+        context = np.array([bounds.prefix_token()], np.int32)
+        if continuation[0] == context[0]:  # it is there already
             continuation = continuation[1:]
         if not len(continuation):
             raise RowError("prompt_missing", "there is nothing to score but the token that texts begin with")
@@ -188,7 +188,10 @@ class ScoredSource:
     continuations: Continuations
     task: TaskSpec
     bounds: Bounds
-    bos_in_text: int = field(default=0, init=False)
+
+    @property
+    def bos_in_text(self) -> int:
+        return self.contexts.bos_in_text
 
     @property
     def columns(self) -> frozenset[str]:
@@ -205,11 +208,10 @@ class ScoredSource:
             check_column(name, table.schema.names)
 
     def render(self, batch: pa.RecordBatch, rows: Sequence[PythonRow]) -> tuple[Any, list[Texts | RowFailure]]:
-        contexts = self.contexts.render(batch, rows)
-        self.bos_in_text = self.contexts.bos_in_text
-        return contexts, [row if isinstance(row, RowFailure) else or_failure(self._of, row) for row in rows]
+        return self.contexts.render(batch, rows), [or_failure(self._of, row) for row in rows]
 
-    def _of(self, row: Mapping[str, Any]) -> Texts:
+    def _of(self, given: PythonRow) -> Texts:
+        row = _or_raise(given)
         found = self.continuations.of(row)
         if self.task.answer is not None:
             right_choice(self.task.answer, row[self.task.answer], found)
@@ -266,7 +268,10 @@ class RollingSource:
     texts: Source
     stride: int
     bounds: Bounds
-    bos_in_text: int = field(default=0, init=False)
+
+    @property
+    def bos_in_text(self) -> int:
+        return self.texts.bos_in_text
 
     @property
     def columns(self) -> frozenset[str]:

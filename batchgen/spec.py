@@ -536,6 +536,8 @@ class JobSpec(_Part):
             raise ValueError(f"input.overflow has no meaning with {kind}, for which long prompts are cut on the left")
         if self.task.kind == "perplexity" and (self.input.chat is True or self.input.messages is not None):
             raise ValueError(f"{kind} is that of plain texts: give input.prompt or input.token_ids, without chat: true")
+        if self.task.kind == "choose" and self.input.token_ids is not None:
+            raise ValueError(f"{kind} has choices that are texts: give input.prompt or input.messages, not token_ids")
         return self
 
     def resolve_paths(self, folder: Path, cwd: Path) -> "JobSpec":

@@ -8,9 +8,13 @@ import numpy as np
 import polars as pl
 import pytest
 
+from batchgen.compare import compare_jobs
+from batchgen.io.delivered import DeliveredJob
+from batchgen.io.schemas import RESULTS
 from batchgen.job_plan import plan_job
 from batchgen.loading import ModelFile
 from batchgen.progress import SilentProgress
+from batchgen.report.page import write_report
 from batchgen.runner import run_job
 from batchgen.spec import JobSpec, load_spec
 from tests.conftest import DATA, ROOT
@@ -76,13 +80,14 @@ def test_float32_gives_the_greedy_answers_their_log_probabilities(make_spec, run
     """As token ids, which are used as they are; each is its own likeliest continuation."""
     given = {"path": str(REFERENCE), "token_ids": "prompt_token_ids"}
     task = {"kind": "score", "continuation": "{{ greedy_token_ids }}"}
+    given["limit"] = 8
     columns = ["greedy_token_ids", "greedy_logprobs"]
     spec = make_spec(input=given, task=task, model={"weights": "fp32"}, output={"columns": columns})
     run(spec)
     for row in results(spec).iter_rows(named=True):
         np.testing.assert_allclose(row["token_logprobs"], row["greedy_logprobs"], atol=1e-3)
         assert row["is_greedy"] and row["token_ids"] == row["greedy_token_ids"]
-    assert results(spec).height == 32
+    assert results(spec).height == 8
 
 
 # The same bits
@@ -232,6 +237,36 @@ def test_an_answer_that_is_no_choice_fails_its_row(make_spec, run, questions, tm
     spec = make_spec(**choose(tmp_path / "bad.parquet"))
     assert run(spec).failed_rows == 1
     assert results(spec)["error"].to_list() == [{"code": "schema_error", "message": message}]
+
+
+# Reports
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "score": {"kind": "score", "continuation": "{{ text }}"},
+    "choose": {"kind": "choose", "choices": "options", "answer": "right"},
+    "perplexity": {"kind": "perplexity"},
+}
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_finished_jobs_are_reported_and_compared(make_spec, run, questions: Path, task: dict[str, Any]) -> None:
+    spec = make_spec(**choose(questions) | {"task": task, "output": {"prefix": "out_", "columns": ["options"]}})
+    totals = run(spec).totals
+    directory = Path(spec.output.path)
+    delivered = DeliveredJob.open(directory)
+    answers = delivered.results().collect()
+    assert answers.columns == RESULTS.names and answers["cumulative_logprob"].drop_nulls().max() < 0
+    assert list(delivered.input_schema()) == ["options"]
+    assert write_report(directory).path.stat().st_size > 100_000
+    found = compare_jobs(directory, directory)
+    assert found.equal_texts == found.both == 6
+    if task["kind"] == "choose":
+        rows = delivered.table("results").collect().iter_rows(named=True)
+        assert answers["text"].to_list() == [
+            None if row["out_choice"] is None else row["options"][row["out_choice"]] for row in rows
+        ]
+        assert found.a.accuracy == totals["accuracy"]
 
 
 # Going on

@@ -301,6 +301,11 @@ def test_a_task_has_the_keys_of_its_kind(refusal, text, problem):
     assert found.startswith(problem)
 
 
+def test_choices_do_not_go_with_token_ids(load):
+    with pytest.raises(SpecError, match="choose has choices that are texts: give"):
+        load("task: {kind: choose, choices: c}", "input.prompt=null", "input.token_ids=ids")
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [

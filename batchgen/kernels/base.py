@@ -98,7 +98,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most a step may hold: tokens, sequences; and the KV cache in pages of `page_size` tokens."""
+    """The most a step may hold: tokens; sequences, and as many tokens that want logits; and the KV cache in pages.
+
+    A page has `page_size` tokens.
+    """
 
     max_tokens: int
     max_seqs: int
