@@ -12,7 +12,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from batchgen.errors import ModelError, RowError
-from batchgen.text.sandbox import BoundedEnvironment, Bounds
+from batchgen.text.sandbox import BoundedEnvironment, Bounds, BoundsError
 
 
 class ChatTemplate:
@@ -35,11 +35,11 @@ class ChatTemplate:
         self._tokens = {name: text for name, text in tokens.items() if text is not None}
         self._environment = _environment(now, bounds or Bounds())
         try:
-            self._template = self._environment.compile_bounded(self._environment.parse(source))
+            self._template = self._environment.compile_bounded(self._environment.parse_bounded(source))
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the model's chat template is not valid, line {error.lineno}: {error.message}") from None
-        except RecursionError:
-            raise ModelError("the model's chat template is nested too deeply") from None
+        except BoundsError as error:
+            raise ModelError(f"the model's chat template is {error}") from None
 
     def render(
         self,
@@ -75,7 +75,7 @@ class _Generation(Extension):
 def _environment(now: Callable[[], datetime], bounds: Bounds) -> BoundedEnvironment:
     environment = BoundedEnvironment(bounds, trim_blocks=True, lstrip_blocks=True)
     environment.add_extension(_Generation)
-    environment.filters["tojson"] = to_json
+    environment.add_filters({"tojson": to_json})
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment

@@ -12,6 +12,9 @@ from batchgen.errors import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
+LONGEST_CONTROL = 128
+"""Characters of a control token; how long it takes to find them in text grows with it."""
+
 _PREFIX = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
@@ -55,6 +58,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> GgufVocab:
         )
     tokens = _tokens(metadata)
     types = _parallel(metadata, "token_type", len(tokens), NORMAL)
+    _check_controls(tokens, types)
     name = str(metadata.get("general.name", "")).lower()
     eos = _token_id(metadata, "eos_token_id", len(tokens), _spm_default(kind, "</s>", tokens))
     return GgufVocab(
@@ -95,6 +99,14 @@ def _parallel(metadata: Mapping[str, Any], key: str, length: int, default: Any) 
     if len(values) < length:
         raise ModelError(f"{_PREFIX}{key} has {len(values)} entries for a vocabulary of {length}")
     return tuple(values[:length])
+
+
+def _check_controls(tokens: Sequence[str], types: Sequence[int]) -> None:
+    """What finds control tokens in text nests as deep as they are long, and holds all that they begin with."""
+    for i, (text, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind in (CONTROL, UNKNOWN) and len(text) > LONGEST_CONTROL:
+            what = f"{_PREFIX}tokens[{i}] is a control token of {len(text)} characters"
+            raise ModelError(f"{what}; up to {LONGEST_CONTROL} are possible")
 
 
 def _merges(metadata: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

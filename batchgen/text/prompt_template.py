@@ -36,7 +36,7 @@ class PromptTemplate:
         self._what = what
         self._environment = _environment(bounds or Bounds())
         with _syntax_errors(what):
-            tree = self._environment.parse(source)
+            tree = self._environment.parse_bounded(source)
             self.columns = _columns(self._environment, tree)
             self._template = self._environment.compile_bounded(_NullChecks().visit(tree))
 
@@ -65,7 +65,7 @@ class ValueTemplate:
         self._what = what
         self._environment = _environment(bounds or Bounds())
         with _syntax_errors(what):
-            tree = self._environment.parse(source)
+            tree = self._environment.parse_bounded(source)
             self.columns = _columns(self._environment, tree)
             expression = _single_expression(tree)
             self._expression = None if expression is None else _assignment(self._environment, expression)
@@ -109,7 +109,7 @@ def plain_fields(source: str) -> list[Field] | None:
 
     Text before the first column and behind the last is in none of them.
     """
-    outputs = _environment(Bounds()).parse(source).body
+    outputs = _environment(Bounds()).parse_bounded(source).body
     parts = [part for output in outputs if isinstance(output, nodes.Output) for part in output.nodes]
     if any(not isinstance(output, nodes.Output) for output in outputs):
         return None
@@ -191,8 +191,8 @@ def _environment(bounds: Bounds) -> BoundedEnvironment:
     )
     environment.globals = {name: environment.globals[name] for name in _GLOBALS}
     environment.globals["raise_exception"] = _raise_exception
-    del environment.filters["random"]
-    environment.filters |= {"tojson": to_json, "written_": _written, "items_": _items}
+    environment.add_filters({"tojson": to_json})
+    environment.filters |= {"written_": _written, "items_": _items}
     return environment
 
 
@@ -208,6 +208,8 @@ def _syntax_errors(what: str) -> Iterator[None]:
         raise SpecError(f"{what}, line {error.lineno}: {error.message}") from None
     except RecursionError:
         raise SpecError(f"{what}: nested too deeply") from None
+    except BoundsError as error:
+        raise SpecError(f"{what}: {error}") from None
 
 
 def _assignment(environment: BoundedEnvironment, expression: nodes.Expr) -> jinja2.Template:
