@@ -16,6 +16,16 @@ RowErrorCode = Literal[
 ]
 
 
+LONGEST_MESSAGE = 1000
+
+
+def shown(text: str) -> str:
+    """A message on one printable line, with its middle left out where it is long: it may quote what a file holds."""
+    if len(text) > LONGEST_MESSAGE:
+        text = f"{text[: LONGEST_MESSAGE // 2]} … {text[-LONGEST_MESSAGE // 2 :]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 class BatchgenError(Exception):
     """The job could not run or had to stop (exit code 1)."""
 
@@ -30,6 +40,9 @@ class SpecError(BatchgenError):
 
 class ModelError(BatchgenError):
     """The model cannot be fetched, read or run (exit code 1)."""
+
+    def __init__(self, message: str):
+        super().__init__(shown(message))
 
 
 class InputError(BatchgenError):
@@ -48,6 +61,6 @@ class RowError(Exception):
     """One row cannot be answered; it becomes a result with `finish_reason="error"`."""
 
     def __init__(self, code: RowErrorCode, message: str):
-        super().__init__(message)
         self.code: RowErrorCode = code
-        self.message = message
+        self.message = shown(message)
+        super().__init__(self.message)

@@ -6,6 +6,7 @@ merge keys. The core schema (YAML 1.2.2, section 10.3) has none of these, so a r
 
 import io
 import re
+from itertools import islice
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -16,8 +17,8 @@ from ruamel.yaml.resolver import BaseResolver
 
 from batchgen.errors import SpecError
 
-MAX_BYTES = 4 << 20
-MAX_VALUES = 100_000  # after aliases are expanded; a hand-written spec has some dozens
+MAX_BYTES = 1 << 20
+MAX_VALUES = 10_000  # after aliases are expanded; a hand-written spec has some dozens
 MAX_DEPTH = 50
 
 _TAG = "tag:yaml.org,2002:"
@@ -64,6 +65,7 @@ def _yaml() -> Any:
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Resolver = CoreResolver
     yaml.Representer = CoreRepresenter
+    yaml.composer.warn_double_anchors = False  # the later one holds from there on, says YAML
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     yaml.allow_unicode = True
@@ -81,6 +83,8 @@ def read_yaml(text: str, where: str, positions: bool = True) -> Any:
     if len(text) > MAX_BYTES:
         raise SpecError(f"{where}: longer than {MAX_BYTES >> 20} MiB; this is not a job spec")
     try:
+        if any(True for _ in islice(_yaml().parse(text), 4 * MAX_VALUES, None)):  # reading them all would take a minute
+            raise SpecError(f"{where}: more than {MAX_VALUES} values; this is not a job spec")
         node = _yaml().compose(text)
         if node is not None:
             _check(node)

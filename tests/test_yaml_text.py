@@ -56,10 +56,11 @@ def test_what_stays_text(text):
         ("a: " + "9" * 5000, "f: not valid YAML: Exceeds the limit"),
         ("a: \x01", "f: not valid YAML: unacceptable character"),
         ("a: " + "[" * 60 + "]" * 60, "f:1:54: nested deeper than 50 levels"),
-        ("a: " + "[" * 5000, "f: nested too deep"),
+        ("a: " + "[" * 5000 + "]" * 5000, "f: nested too deep"),
+        ("a: [" + "1," * 500_000 + "]", "f: more than 10000 values; this is not a job spec"),
         ("a: {{ x }}", 'f:1:5: a key must be text; a value that starts with "{{" must be quoted'),
         ("a: {{ x }}, b", 'a value that starts with "{{" must be quoted'),
-        ("#" * (5 << 20), "f: longer than 4 MiB"),
+        ("#" * (2 << 20), "f: longer than 1 MiB"),
     ],
 )
 def test_what_is_refused(text, message):
@@ -72,8 +73,13 @@ def test_what_is_refused(text, message):
 def test_aliases_are_read_and_bombs_refused_at_once():
     assert read_yaml("a: &x [1]\nb: *x", "f") == {"a": [1], "b": [1]}
     levels = [f"l{i}: &l{i} [{','.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 20)]
-    with pytest.raises(SpecError, match="more than 100000 values once its aliases are expanded"):
+    with pytest.raises(SpecError, match="more than 10000 values once its aliases are expanded"):
         read_yaml("\n".join(["l0: &l0 [x]", *levels]), "f")
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_anchor_may_be_used_again():
+    assert read_yaml("a: &x 1\nb: &x 2\nc: *x", "f") == {"a": 1, "b": 2, "c": 2}
 
 
 def test_positions_can_be_left_out():

@@ -87,6 +87,8 @@ def load_llama(source: TensorSource, config: ModelConfig, backend: Backend) -> D
     hidden, vocab, ffn = shape.hidden_size, shape.vocab_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
+    if shape.num_layers > len(source.names()):
+        raise ModelError(f"the metadata asks for {shape.num_layers} layers; the file has {len(source.names())} tensors")
     tensor = _Tensors(source)
 
     def matrix(name: str, outputs: int, inputs: int) -> Matrix:

@@ -7,33 +7,9 @@ import pytest
 
 from batchgen.errors import ModelError
 from batchgen.io.gguf_file import GGUFFile
+from tests.gguf_bytes import build, entry, pair, text
 
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q4_K"]
-
-
-def text(value):
-    raw = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def pair(key, kind, raw):
-    return text(key) + struct.pack("<I", kind) + raw
-
-
-def entry(name, dims, kind, offset):
-    return (
-        text(name)
-        + struct.pack("<I", len(dims))
-        + struct.pack(f"<{len(dims)}Q", *dims)
-        + struct.pack("<IQ", kind, offset)
-    )
-
-
-def build(pairs=(), tensors=(), data=b"", version=3, magic=b"GGUF", tensor_count=None, pair_count=None):
-    """A GGUF file from raw pieces, right or wrong."""
-    counts = (len(tensors) if tensor_count is None else tensor_count, len(pairs) if pair_count is None else pair_count)
-    head = magic + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
-    return head + bytes(-len(head) % 32) + data
 
 
 @pytest.fixture
