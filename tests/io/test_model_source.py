@@ -1,7 +1,10 @@
 import hashlib
+import stat
+import struct
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,8 @@ from batchgen.io.model_source import resolve_source
 
 MODEL = b"GGUF and the rest"
 SHA = hashlib.sha256(MODEL).hexdigest()
-SOURCE = "pypi:tiny-model==1.0/tiny_model/deep/model.gguf"
+MEMBER = "tiny_model/deep/model.gguf"
+SOURCE = f"pypi:tiny-model==1.0/{MEMBER}"
 
 
 @pytest.fixture
@@ -30,16 +34,22 @@ def index(tmp_path, monkeypatch):
     """A folder that pip takes wheels from instead of an index, so that its real client runs without a network."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("tiny_model/deep/model.gguf", MODEL)
+    write_wheel(folder, {MEMBER: MODEL})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def write_wheel(folder, files, compression=zipfile.ZIP_STORED):
+    """A wheel that pip takes; `files`: (name or ZipInfo) → content."""
+    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w", compression) as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
         wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         wheel.writestr(
             "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return folder
 
 
 def refused(source, sha256=None):
@@ -92,6 +102,59 @@ def test_a_damaged_wheel(index):
     raw[at : at + 4] = b"FUGG"  # the member's CRC no longer fits
     wheel.write_bytes(raw)
     assert "damaged" in refused(SOURCE)
+
+
+def link_to(target):
+    """A symbolic link as archives hold it: its content is the target."""
+    link = zipfile.ZipInfo(MEMBER)
+    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    return {link: target}
+
+
+ESCAPES = ["../escaped", "../../../../escaped", "/tmp/batchgen-escaped", "tiny_model/../../escaped", "C:\\escaped"]
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_members_with_names_that_lead_elsewhere_are_left_alone(index, heard, cache, tmp_path, name):
+    write_wheel(index, {name: b"bad", MEMBER: MODEL})
+    try:
+        path = resolve_source(SOURCE, SHA, on_message=heard.append)
+    except ModelError as error:  # pip may refuse the wheel
+        assert "\n" not in str(error)
+    else:
+        assert path.read_bytes() == MODEL and path.is_relative_to(cache)
+    assert not list(tmp_path.rglob("*escaped*")) and not Path("/tmp/batchgen-escaped").exists()
+
+
+def test_a_link_in_a_wheel_is_not_followed(index, heard, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    write_wheel(index, link_to(str(tmp_path / "secret")))
+    path = resolve_source(SOURCE, None, on_message=heard.append)
+    assert not path.is_symlink() and path.read_text() == str(tmp_path / "secret")
+
+
+def test_a_zip_bomb(index, cache):
+    write_wheel(index, {MEMBER: bytes(400 << 20)}, zipfile.ZIP_DEFLATED)
+    assert "unpacking would make 419,430,400 bytes out of" in refused(SOURCE)
+    assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 10_000
+
+
+def test_a_size_that_lies(index, cache):
+    """The archive says that little is to come out, and it is much."""
+    write_wheel(index, {MEMBER: bytes(200 << 20)}, zipfile.ZIP_DEFLATED)
+    wheel = index / "tiny_model-1.0-py3-none-any.whl"
+    wheel.write_bytes(wheel.read_bytes().replace(struct.pack("<I", 200 << 20), struct.pack("<I", 1000)))
+    assert "damaged" in refused(SOURCE)
+    assert not list(cache.rglob("*.gguf"))
+
+
+def test_an_encrypted_member(index):
+    wheel = index / "tiny_model-1.0-py3-none-any.whl"
+    raw = bytearray(wheel.read_bytes())
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        raw[raw.index(mark) + flags] |= 1  # of the first member, which is the model
+    wheel.write_bytes(raw)
+    assert "encrypted" in refused(SOURCE)
 
 
 @pytest.mark.parametrize(
