@@ -1,10 +1,6 @@
 """Whole jobs on the real model: every row once, nothing changed on its way through, the same bits whatever happens."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +22,7 @@ from batchgen.io.scratch import Scratch
 from batchgen.job_plan import plan_job
 from batchgen.progress import SilentProgress
 from tests.conftest import DATA, ROOT
+from tests.torture.kills import Moment, kill_and_resume
 
 ANSWER = ["text", "token_ids", "finish_reason", "stop_reason", "num_generated_tokens", "cumulative_logprob", "error"]
 
@@ -321,30 +318,14 @@ def test_killed_and_resumed_gives_the_same_bits(make_spec, run, tmp_path: Path) 
     whole = make_spec("whole", **{**sections, "engine": {}})
     run(whole)
     spec = make_spec("killed", **sections, output={"path": str(tmp_path / "killed"), "part_rows": 2})
-    kills = kill_and_resume(tmp_path / "killed.yaml", Path(spec.output.path))
-    assert kills >= 2
+    moments = [Moment("generating"), Moment("generating"), Moment("delivering")]
+    outcome = kill_and_resume(tmp_path / "killed.yaml", Path(spec.output.path), moments)
+    assert len(outcome.kills) >= 2
     assert answers(spec) == answers(whole)
     assert job(spec)["totals"]["rows"] == 18
     assert (Path(spec.output.path) / "report.html").is_file()
     steps = pl.read_parquet(Path(spec.output.path) / "steps" / "*.parquet")
     assert steps["step"].is_unique().all()
-
-
-def kill_and_resume(spec: Path, output: Path) -> int:
-    """Start the job, kill it as soon as it has committed another part, start it again; returns the number of kills."""
-    manifest, kills, seen = output / ".work" / "manifest.jsonl", 0, 0
-    while True:
-        process = subprocess.Popen([sys.executable, "-m", "batchgen", "run", str(spec), "--quiet"])
-        while process.poll() is None:
-            size = manifest.stat().st_size if manifest.exists() else 0
-            if size > seen and kills < 3:
-                seen, kills = size, kills + 1
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-            time.sleep(0.005)
-        if process.returncode != -signal.SIGKILL:
-            assert process.returncode == 0
-            return kills
 
 
 def test_interrupted_keeps_what_is_finished_and_goes_on(make_spec, run, tmp_path: Path) -> None:

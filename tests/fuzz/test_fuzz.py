@@ -22,9 +22,9 @@ def test_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_many_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [(name, seed) for seed in range(1, 11) for name in FORMATS]
+    runs = [(name, seed) for seed in range(1, 11) for name in FORMATS]  # some five minutes
     with ThreadPoolExecutor(2) as pool:
-        figures = list(pool.map(lambda run: fuzz(*run, count=2000), runs))
+        figures = list(pool.map(lambda run: fuzz(*run, count=4 * QUICK[run[0]]), runs))
     show(capsys, figures)
 
 
@@ -32,7 +32,7 @@ def fuzz(name: str, seed: int, count: int) -> dict[str, object]:
     """The figures of a run; the process must not end on its own, be it by a fault or by a hang in native code."""
     command = [sys.executable, "-m", "tests.fuzz.batch", name, str(seed), str(count)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (result.returncode, result.stderr) == (0, ""), result.stderr[-3000:]
+    assert result.returncode == 0, (name, seed, result.stderr[-3000:])
     figures = json.loads(result.stdout)
     assert figures["faults"] == [], (name, seed, figures["faults"][:5])
     assert figures["tried"] == count and figures["slowest_s"] <= SECONDS
