@@ -6,11 +6,12 @@ merge keys. The core schema (YAML 1.2.2, section 10.3) has none of these, so a r
 
 import io
 import re
-from itertools import islice
+from collections.abc import Iterable
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent, Event
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import BaseResolver
@@ -83,8 +84,7 @@ def read_yaml(text: str, where: str, positions: bool = True) -> Any:
     if len(text) > MAX_BYTES:
         raise SpecError(f"{where}: longer than {MAX_BYTES >> 20} MiB; this is not a job spec")
     try:
-        if any(True for _ in islice(_yaml().parse(text), 4 * MAX_VALUES, None)):  # reading them all would take a minute
-            raise SpecError(f"{where}: more than {MAX_VALUES} values; this is not a job spec")
+        _check_events(_yaml().parse(text))
         node = _yaml().compose(text)
         if node is not None:
             _check(node)
@@ -135,6 +135,17 @@ class _Refused(MarkedYAMLError):
 
 def _refuse(node: Node, problem: str) -> _Refused:
     return _Refused(None, None, problem, node.start_mark)
+
+
+def _check_events(events: Iterable[Event]) -> None:
+    """Raise _Refused for what would take minutes to compose, as soon as it is met."""
+    depth = 0
+    for number, event in enumerate(events):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MAX_DEPTH + 1:
+            raise _Refused(None, None, f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
+        if number > 4 * MAX_VALUES:
+            raise _Refused(None, None, f"more than {MAX_VALUES} values; this is not a job spec", event.start_mark)
 
 
 def _check(root: Node) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -327,6 +328,35 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         assert str(error.value) == f"{tmp_path / name}{problem}"
     with pytest.raises(SpecError, match="is a directory, not a spec file"):
         load_spec(tmp_path)
+
+
+HOSTILE = {
+    "a line of 100 MB": ("name: " + "x" * 100_000_000, "longer than 1 MiB"),
+    "a laugh a billion times": (
+        "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20)),
+        "more than 10000 values once its aliases are expanded",
+    ),
+    "many small values": ("a: [" + "1," * 400_000 + "]", "more than 10000 values"),
+    "many keys": ("".join(f"k{i}: 1\n" for i in range(60_000)), "more than 10000 values"),
+    "deep nesting": ("a: " + "[" * 100_000, "nested deeper than 50 levels"),
+    "deep blocks": ("".join(" " * i + "a:\n" for i in range(1000)), "nested deeper than 50 levels"),
+    "an object of Python": ("a: !!python/object/apply:os.system [ls]", "the tag !!python/object/apply:os.system"),
+    "many anchors": ("".join(f"- &a{i} 1\n" for i in range(60_000)), "more than 10000 values"),
+    "a template of many loops": ("name: x\nsampling: {seed: '" + "{% for i in [1] %}" * 30 + "'}", "line 1"),
+    "a name with a terminal's codes": ('"\\e[31m": 1', "unknown key"),
+    "a value with a terminal's codes": ('name: "\\e]0;x\\a/"', "is not allowed"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_is_refused_at_once(tmp_path, text, words):
+    path, begun = tmp_path / "job.yaml", time.perf_counter()
+    path.write_text(text)
+    with pytest.raises(SpecError) as error:
+        load_spec(path)
+    assert time.perf_counter() - begun < 5
+    assert words in str(error.value) and len(str(error.value)) < 2000
+    assert all(line.startswith(f"{path}") and line.isprintable() for line in str(error.value).split("\n"))
 
 
 def test_overrides_are_read_as_yaml(load):

@@ -273,6 +273,10 @@ def _check_directory(directory: Path) -> None:
     """Refuses what is no place for a job, before anything is written."""
     if directory.is_symlink():
         raise OutputError(f"output {directory} is a symbolic link; name the directory itself")
+    work = directory / ".work"
+    for path in (work, *(work.iterdir() if work.is_dir() else ())):
+        if path.is_symlink():  # what it leads to would be written, or cleared
+            raise OutputError(f"{path} is a symbolic link, which batchgen does not make; remove it")
     if directory.exists() and not directory.is_dir():
         raise OutputError(f"output {directory} is a file; a directory is needed")
     names = {path.name for path in directory.iterdir()} if directory.exists() else set()

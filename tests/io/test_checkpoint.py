@@ -15,6 +15,7 @@ import pytest
 from batchgen.engine.types import RequestOutput, RowFailure, StepRecord
 from batchgen.errors import OutputError
 from batchgen.io.checkpoint import Checkpoint, read_job, result_keys, split_key
+from batchgen.io.files import remove
 from batchgen.io.manifest import Manifest
 from batchgen.io.writer import JobWriter, results_table, timings_table
 
@@ -339,6 +340,36 @@ def test_what_is_no_place_for_a_job(tmp_path):
             with pytest.raises(OutputError, match=words):
                 Checkpoint.open(tmp_path / place, JOB, fresh)
     assert os.listdir(tmp_path / "full") == ["thesis.tex"] and os.listdir(tmp_path / "alien") == ["job.json"]
+
+
+@pytest.mark.parametrize("name", ["", "lock", "parts", "manifest.jsonl"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_link_in_the_working_state_is_not_followed(tmp_path, name, fresh):
+    elsewhere, out = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    (elsewhere / "thesis.tex").write_text("x")
+    with Checkpoint.open(out, JOB) as checkpoint:
+        checkpoint.commit({})
+    link = out / ".work" / name
+    remove(link)
+    link.symlink_to(elsewhere if name in ("", "parts") else elsewhere / "thesis.tex")
+    with pytest.raises(OutputError, match=r"\.work.* is a symbolic link"):
+        Checkpoint.open(out, JOB, fresh)
+    assert (elsewhere / "thesis.tex").read_text() == "x" and os.listdir(elsewhere) == ["thesis.tex"]
+
+
+def test_links_beside_it_are_replaced(tmp_path):
+    """Of the delivered files; what they lead to stays."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis.tex").write_text("x")
+    Checkpoint.open(out, JOB).finish({})
+    for name in ("results", "steps", "timings"):
+        (out / name).symlink_to(elsewhere)
+    (out / "report.html").symlink_to(elsewhere / "thesis.tex")
+    with Checkpoint.open(out, OTHER, fresh=True):
+        assert os.listdir(elsewhere) == ["thesis.tex"] and (elsewhere / "thesis.tex").read_text() == "x"
+        assert sorted(os.listdir(out)) == [".work", "job.json"]
 
 
 def test_an_empty_directory_is_taken(tmp_path):
