@@ -366,17 +366,26 @@ def _formatted(text: Any, *args: Any, **kwargs: Any) -> int:
     return len(text) + widths + fields * _weight([*args, kwargs], _MOST)
 
 
+def _items(text: Any = "", *_: Any, **__: Any) -> int:
+    """Of a text that is taken apart."""
+    return _ITEM * len(text) if isinstance(text, str) else 0
+
+
+def _words(text: Any = "", separator: Any = None, *_: Any, sep: Any = None, **__: Any) -> int:
+    found = separator or sep
+    return _ITEM * (text.count(found) if isinstance(found, str) else len(text) // 2)
+
+
 def _indented(text: Any = "", width: Any = 4, *_: Any, **__: Any) -> int:
     return len(str(text)) + (str(text).count("\n") + 1) * (width if isinstance(width, int) else _length(width))
 
 
-def _wrapped(text: Any = "", *_: Any, wrapstring: Any = "", **__: Any) -> int:
-    ends = max([1, len(str(wrapstring)), *(len(arg) for arg in _ if isinstance(arg, str))])
-    return len(str(text)) * ends
+def _wrapped(text: Any = "", *args: Any, wrapstring: Any = "", **_: Any) -> int:
+    return len(str(text)) * max([1, *map(_length, (*args, wrapstring))])
 
 
-def _json_length(value: Any = None, *_: Any, indent: Any = None, separators: Any = (), **__: Any) -> int:
-    between = max([0, *map(_length, separators or ()), *(arg for arg in (*_, indent) if type(arg) is int)])
+def _json_length(value: Any = None, *args: Any, indent: Any = None, separators: Any = (), **_: Any) -> int:
+    between = max([0, *map(_length, separators or ()), *(arg for arg in (*args, indent) if type(arg) is int)])
     return _weight(value, _MOST) * (1 + between + _length(indent))
 
 
@@ -385,6 +394,8 @@ def _started(value: Any = None, attribute: Any = None, start: Any = 0) -> int:
 
 
 _GROWTH: dict[str, Callable[..., int]] = {
+    "list": _items,
+    **dict.fromkeys(("split", "rsplit", "splitlines"), _words),
     "replace": _replaced,
     "join": _joined_length,
     "format": _formatted,
