@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import platformdirs
 import polars as pl
 from numpy.typing import NDArray
 
 from batchgen import __version__
-from batchgen.io.files import write_json
+from batchgen.io.files import cache_root, write_json
 from batchgen.kernels.base import ModelShape
 from batchgen.loading import Numerics
 
@@ -204,12 +203,14 @@ def _solve(
     return float(costs @ matrix @ costs - 2 * costs @ terms), costs
 
 
-def measured_run(directory: Path, prefix: str, may_end: bool, load_seconds: float) -> Calibration:
-    """What a finished job's folder tells. The first step, which warms up, does not count.
+def measured_run(directory: Path, first_step: int, prefix: str, may_end: bool, load_seconds: float) -> Calibration:
+    """What a finished job's folder tells of the run that began with `first_step`, which warmed up and does not count.
 
     `prefix` of the result columns; `may_end`: the model may end answers, so that their lengths say something.
     """
-    steps = _parts(directory, "steps").select("step", "duration_ns", *COLUMNS).collect().sort("step")[1:]
+    steps = (
+        _parts(directory, "steps").filter(pl.col("step") > first_step).select("step", "duration_ns", *COLUMNS).collect()
+    )
     terms = steps.select(pl.lit(1), *COLUMNS).to_numpy().astype(np.float64)
     answers = _answers(directory, prefix) if may_end else Answers()
     return Calibration.of_steps(terms, steps["duration_ns"].to_numpy() / 1e9, answers, load_seconds)
@@ -231,8 +232,7 @@ def _parts(directory: Path, kind: str) -> pl.LazyFrame:
 
 
 def calibration_directory() -> Path:
-    root = os.environ.get("BATCHGEN_CACHE_DIR") or platformdirs.user_cache_dir("batchgen", appauthor=False)
-    return Path(root) / "calibration"
+    return cache_root() / "calibration"
 
 
 def read_calibration(machine: Machine) -> Calibration | None:

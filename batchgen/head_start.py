@@ -21,8 +21,11 @@ LEAST_TIMES = 50
 
 
 def head_rows(engine: EngineSpec, table: InputTable) -> int:
-    """The row index up to which rows are run before the others are known; 0 where all are read first."""
-    large = table.num_rows_upper >= LEAST_TIMES * HEAD_ROWS
+    """The row index up to which rows are run before the others are known; 0 where all are read first.
+
+    So it is where a condition might leave few of them.
+    """
+    large = table.num_rows_upper >= LEAST_TIMES * HEAD_ROWS and not table.is_filtered
     return HEAD_ROWS if large and engine.prefix_sharing and engine.schedule != "fifo" else 0
 
 

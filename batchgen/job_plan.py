@@ -1,21 +1,19 @@
 """`batchgen plan`: all that is known of a job before weights are loaded."""
 
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchgen.advice import Advice, advise
-from batchgen.calibration import read_calibration, this_machine
+from batchgen.calibration import read_calibration
 from batchgen.engine.prefix_tree import SharedPrefix, largest_prefixes
-from batchgen.io.deliver import check_columns
-from batchgen.io.model_source import cache_directory
-from batchgen.io.schemas import DELIVERED
+from batchgen.io.files import cache_root
 from batchgen.io.scratch import Scratch
-from batchgen.loading import locate_model, open_model, resolve_numerics, thread_count
 from batchgen.planned import Planned, planned
-from batchgen.prepare import PreparedJob, open_device, open_input, prepare, reading_progress
+from batchgen.prepare import PreparedJob, open_device, open_job, prepare, reading_progress
 from batchgen.progress import ProgressListener
-from batchgen.prompts import FailedRow, PromptReader
+from batchgen.prompts import FailedRow
 from batchgen.spec import JobSpec
 
 SHOWN_PREFIXES = 12
@@ -75,19 +73,12 @@ class JobPlan:
 def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
     """What a job will compute, from the table and the model's header alone."""
     started = time.perf_counter()
-    table = open_input(spec.input)
-    check_columns(table.schema, spec.output.columns, spec.output.prefix, DELIVERED[spec.task.kind])
-    path, sha256 = locate_model(spec.model, progress.message)
-    model = open_model(path, spec.model.pre_tokenizer)
-    PromptReader(spec, model.tokenizer, model.chat, model.config.shape.context_length).check(table)
-    numerics = resolve_numerics(spec.model, spec.engine)
-    known = read_calibration(this_machine(sha256, numerics, thread_count(spec.engine)))
-    with Scratch(cache_directory()) as scratch:
-        device = open_device(spec, model, numerics)
-        job = prepare(spec, table, model, numerics, device, scratch, reading_progress(progress, table, started))
-        device.backend.close()
+    opened = open_job(spec, progress.message)
+    table, device = opened.table, open_device(opened)
+    with closing(device.backend), Scratch(cache_root()) as scratch:
+        job = prepare(opened, device, scratch, reading_progress(progress, table, started))
         prefixes = _prefixes(job)
-    figures = planned(job, known)
+    figures = planned(job, read_calibration(opened.machine))
     return JobPlan(
         figures=figures,
         failing_rows=job.prompts.failures,

@@ -77,18 +77,17 @@ def planned(job: PreparedJob, known: Calibration | None) -> Planned:
 
 
 def _sequences(job: PreparedJob) -> Sequences:
-    """What runs, in plan order: greedy answers to equal prompts are computed once, the others each."""
+    """What runs, in plan order."""
     plan, engine, wishes = job.plan, job.spec.engine, job.prompts.wishes
     rooms, samples = job.rooms[plan.order], job.samples[plan.order]
     with_answer = rooms > 0
-    once = np.where(wishes.greedy[plan.order], ~plan.repeats, samples) if engine.prefix_sharing else samples
     shared = _shared(job, with_answer)
     fitting = min(1.0, job.num_pages / max(job.pages_wanted, 1))
     return Sequences(
         lengths=plan.lengths[with_answer].astype(np.int64),
         shared=shared,
         prefills=np.ones_like(shared) if engine.prefix_sharing else samples[with_answer],
-        answers=once[with_answer],
+        answers=job.own_answers[plan.order][with_answer],
         rooms=rooms[with_answer],
         ends=wishes.may_end[plan.order][with_answer],
         max_batch_tokens=engine.max_batch_tokens,
@@ -105,9 +104,10 @@ def _shared(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:
         return _shared_in_parts(job, runs) if job.head_rows else _shared_as_planned(job, runs)
     kept = job.order.sums(runs.astype(np.int64)) > 0
     order = RunOrder(job.order.begins[kept], job.order.ends[kept], job.order.lanes[kept])
-    shared = plan.lengths.astype(np.int64)
-    shared[order.begins] = np.minimum(shared_in_turn(plan, order), shared[order.begins] - 1)
-    return _without_logits(job, runs, shared[runs])
+    shared = plan.lengths[runs].astype(np.int64)
+    first = np.searchsorted(np.flatnonzero(runs), order.begins)  # of each request, that runs
+    shared[first] = np.minimum(shared_in_turn(plan, order), shared[first] - 1)
+    return _without_logits(job, runs, shared)
 
 
 def _shared_as_planned(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Rows of the input table into prompts, and what is asked of each."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchgen.engine.planner import Admission
-from batchgen.engine.prompt_table import PromptTable, PromptTableBuilder, Store
+from batchgen.engine.planner import Admission, PrefixPlan
+from batchgen.engine.prompt_table import PromptTable, PromptTableBuilder, TokenStore
 from batchgen.engine.requests import RowWish
 from batchgen.engine.types import SCORING, RowFailure, SamplingParams, Score
 from batchgen.errors import RowError
@@ -86,6 +86,31 @@ class Wishes:
         """Of how many of its last tokens each needs the logits."""
         return np.ones(len(self), np.int64) if self.scored is None else self.scored.counts.astype(np.int64)
 
+    def computed(self, plan: PrefixPlan) -> NDArray[np.int64]:
+        """The answers that are computed for each, in the table's order: of those that must agree, one.
+
+        These are greedy answers and those of one seed, of equal prompts under equal parameters (see `make_requests`).
+        """
+        if self.scored is not None:
+            return self.n
+        greedy = self.greedy
+        computed = np.where(greedy, 1, self.n)
+        equal = plan.repeats
+        equal[:-1] |= equal[1:]
+        agreeing = greedy | self._each(lambda wish: wish.own_seed).astype(np.bool_)
+        which = np.flatnonzero(equal & agreeing[plan.order])  # by place in the plan, where equal prompts are neighbours
+        at = plan.order[which]
+        asked = np.stack([np.cumsum(~plan.repeats)[which], self._kinds()[at], np.where(greedy, 0, self.seeds)[at]])
+        turn = np.lexsort(asked)
+        again = np.append(False, (np.diff(asked[:, turn]) == 0).all(axis=0))[: len(turn)]
+        computed[at[turn[again]]] = 0
+        return computed
+
+    def _kinds(self) -> NDArray[np.int64]:
+        """Equal where the parameters are, as far as they matter."""
+        numbers: dict[Hashable, int] = {}
+        return self._each(lambda wish: numbers.setdefault(_kind(wish), len(numbers)))
+
     @property
     def may_end(self) -> NDArray[np.bool_]:
         """Whether the model may end the answers before they are as long as they can be."""
@@ -94,6 +119,11 @@ class Wishes:
     def _each(self, value: Callable[[RowWish], int]) -> NDArray[np.int64]:
         used, places = np.unique(self.numbers, return_inverse=True)
         return np.array([value(self.distinct[number]) for number in used], np.int64)[places]
+
+
+def _kind(wish: RowWish) -> Hashable:
+    params = wish.params.without_unused()
+    return params, 1 if params.greedy else wish.n
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +193,7 @@ class PromptReader:
         self,
         table: InputTable,
         admission: Admission,
-        store: Store,
+        store: TokenStore,
         on_rows: OnRows = lambda rows, tokens: None,
         rows: tuple[int, int] | None = None,
     ) -> JobPrompts:

@@ -1,43 +1,35 @@
 """A job from its spec to its results: the loop over the one-way path, and going on after an interruption."""
 
-import json
-import os
-import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 
-from batchgen import __version__
-from batchgen.calibration import Calibration, Machine, learn, measured_run, read_calibration, this_machine
+from batchgen.calibration import learn, measured_run, read_calibration
 from batchgen.engine.cache_tiers import CacheTiers
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.prompt_table import MemoryStore
-from batchgen.engine.requests import make_requests
-from batchgen.engine.types import Request, RequestOutput
+from batchgen.engine.types import RequestOutput
 from batchgen.errors import BatchgenError, OutputError, TooManyErrors
+from batchgen.feed import Feed, asked_results
 from batchgen.head_start import Reading, head_rows
+from batchgen.identity import cpu, job_identity, numeric_bits, versions
 from batchgen.io.checkpoint import Checkpoint, read_job
-from batchgen.io.deliver import Expected, check_columns, deliver
+from batchgen.io.deliver import Expected, deliver
 from batchgen.io.openai_batch import deliver_batch_output
-from batchgen.io.reuse import ASKED, take_over
-from batchgen.io.schemas import DELIVERED
+from batchgen.io.reuse import take_over
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable
 from batchgen.io.writer import JobWriter
 from batchgen.kernels.base import StepLimits
 from batchgen.loading import (
     LoadedModel,
-    Numerics,
     compile_all,
     describe_model,
     load_model,
@@ -48,17 +40,14 @@ from batchgen.loading import (
 )
 from batchgen.planned import planned
 from batchgen.prefix_cache import open_tiers
-from batchgen.prepare import PreparedJob, open_device, open_input, prepare, reading_progress
+from batchgen.prepare import OpenedJob, PreparedJob, open_device, open_job, prepare, reading_progress
 from batchgen.progress import Progress, ProgressListener
-from batchgen.prompts import PromptReader
 from batchgen.score_results import result_form, verdicts
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
 
 PROGRESS_NS = 200_000_000
 IDLE_SECONDS = 0.2
 """To wait at a time for rows to be read when there is nothing else to do."""
-DONE_CHUNK = 1024
-"""Results looked up in the checkpoint at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +61,7 @@ class JobSummary:
     failures: dict[str, int] = field(default_factory=dict)  # failed rows by code, of this run
     interrupted: bool = False
     already_done: bool = False
+    first_step: int = 0  # of this run
 
 
 def run_job(
@@ -91,60 +81,64 @@ def run_job(
     started = time.perf_counter()
     if spec.task.scores and (retry_errors or reuse):
         raise OutputError(f"task.kind: {spec.task.kind} is computed anew: --retry-errors and --reuse are for answers")
-    table = open_input(spec.input)
-    for note in table.notes:
-        progress.message(note)
-    check_columns(table.schema, spec.output.columns, spec.output.prefix, DELIVERED[spec.task.kind])
-    numerics = resolve_numerics(spec.model, spec.engine)
-    path, sha256 = locate_model(spec.model, progress.message)
     dates: list[datetime] = []  # known once the output is open, wanted once prompts are made
-    model = open_model(path, spec.model.pre_tokenizer, lambda: dates[0])
-    PromptReader(spec, model.tokenizer, model.chat, model.config.shape.context_length).check(table)
-    check_places(spec, table)
-    identity = _identity(spec, table, sha256, numerics)
+    opened = open_job(spec, progress.message, lambda: dates[0])
+    for note in opened.table.notes:
+        progress.message(note)
+    check_places(spec, opened.table)
+    identity = job_identity(opened)
     with Checkpoint.open(spec.output.path, identity, fresh, retry_errors=retry_errors, reuse=reuse) as checkpoint:
         if checkpoint.state == "finished":
             return _finished_summary(spec, checkpoint)
         if checkpoint.state == "resumed":
             progress.message(f"resuming: {checkpoint.totals.get('rows', 0):,} rows are done")
         dates.append(checkpoint.started)
-        with Scratch(checkpoint.work) as scratch:
-            device = open_device(spec, model, numerics)
-            machine = this_machine(sha256, numerics, thread_count(spec.engine))
-            read = partial(prepare, spec, table, model, numerics, device)
-            planning = time.perf_counter()
-            with ExitStack() as stack:
-                stack.callback(device.backend.close)
-                reading = None
-                if head_rows(spec.engine, table) and checkpoint.state != "kept":
-                    job = read(MemoryStore(), part="head")
-                    reading = stack.enter_context(Reading(lambda on_rows: read(scratch, on_rows)))
-                else:
-                    job = read(scratch, reading_progress(progress, table, started))
-                if checkpoint.state == "kept":
-                    _take_over(job, checkpoint, progress)
-                plan_seconds = time.perf_counter() - planning
-                if (tiers := _open_tiers(job, sha256, progress)) is not None:
-                    stack.callback(tiers.close)
-                loaded = load_model(model, job.backend, _step_limits(job), progress.message)
-                known = read_calibration(machine)
-                run = _Run(job, reading, known, loaded, tiers, table, checkpoint, progress, started, plan_seconds)
-                summary = run.run(stop)
+        summary = _run_opened(opened, checkpoint, started, progress, stop)
     if not summary.interrupted and summary.totals["generated_tokens"]:
-        _learn(machine, spec, summary, progress)
+        _learn(opened, summary, progress)
     return summary
 
 
+def _run_opened(
+    opened: OpenedJob,
+    checkpoint: Checkpoint,
+    started: float,
+    progress: ProgressListener,
+    stop: Callable[[], bool],
+) -> JobSummary:
+    """Plan what is open, load the model, and run."""
+    with ExitStack() as stack:
+        scratch = stack.enter_context(Scratch(checkpoint.work))
+        device = open_device(opened)
+        stack.callback(device.backend.close)
+        planning, reading = time.perf_counter(), None
+        if head_rows(opened.spec.engine, opened.table) and checkpoint.state != "kept":
+            job = prepare(opened, device, MemoryStore(), part="head")
+            reading = stack.enter_context(Reading(lambda on_rows: prepare(opened, device, scratch, on_rows)))
+        else:
+            job = prepare(opened, device, scratch, reading_progress(progress, opened.table, started))
+        if checkpoint.state == "kept":
+            _take_over(job, checkpoint, progress)
+        plan_seconds = time.perf_counter() - planning
+        if (tiers := _open_tiers(job, progress)) is not None:
+            stack.callback(tiers.stop)
+        loaded = load_model(opened.model, job.backend, _step_limits(job), progress.message)
+        feed = Feed(job, reading, checkpoint)
+        return _Run(feed, checkpoint, loaded, tiers, progress, started, plan_seconds).run(stop)
+
+
 def _take_over(job: PreparedJob, checkpoint: Checkpoint, progress: ProgressListener) -> None:
-    reused, there = take_over(checkpoint, _asked(job, checkpoint.identity))
+    reused, there = take_over(checkpoint, asked_results(job, checkpoint.identity))
     progress.message(f"reused {reused:,} of {job.prompts.samples.sum():,} results ({there:,} answers were there)")
 
 
-def _learn(machine: Machine, spec: JobSpec, summary: JobSummary, progress: ProgressListener) -> None:
-    """Let the next plan know what this finished run took."""
-    output, may_end = spec.output, spec.sampling.ignore_eos is False
+def _learn(opened: OpenedJob, summary: JobSummary, progress: ProgressListener) -> None:
+    """Let the next plan know what this run, with which the job is finished, took."""
+    prefix, may_end = opened.spec.output.prefix, opened.spec.sampling.ignore_eos is False
+    load_seconds = summary.totals["load_seconds"]
     try:
-        learn(machine, measured_run(summary.output_dir, output.prefix, may_end, summary.totals["load_seconds"]))
+        run = measured_run(summary.output_dir, summary.first_step, prefix, may_end, load_seconds)
+        learn(opened.machine, run)
     except OSError as error:
         progress.message(f"what this run tells of the machine's speed is not kept: {error}")
 
@@ -170,49 +164,9 @@ def check_places(spec: JobSpec, table: InputTable) -> None:
         raise OutputError(f"output {output} and the input {given} lie within each other; choose another output folder")
 
 
-def _identity(spec: JobSpec, table: InputTable, sha256: str, numerics: Numerics) -> dict[str, Any]:
-    """What must be equal for two runs to be the same job."""
-    return {
-        "spec": spec.result_values(),
-        "input": table.fingerprint(),
-        "model": sha256,
-        "batchgen": __version__,
-        **_bits(numerics),
-    }
-
-
-def _bits(numerics: Numerics) -> dict[str, str | bool]:
-    """What of the numerics decides the bits of a result."""
-    return {
-        "kernel": numerics.kernel,
-        "fused_multiply_add": has_fma(),
-        "weights": "bf16 or native" if numerics.weights in ("bf16", "native") else numerics.weights,  # the same bits
-        "kv_dtype": numerics.kv_dtype,
-    }
-
-
-def _requests(job: PreparedJob, identity: dict[str, Any]) -> Iterator[Request]:
-    """All requests of the plan. Their hashes tell models and arithmetic apart, not what a spec says or where it is."""
-    prompts, sharing = job.prompts, job.spec.engine.prefix_sharing
-    root = json.dumps({name: value for name, value in sorted(identity.items()) if name not in ("spec", "input")})
-    wish = prompts.wishes.__getitem__
-    return make_requests(prompts.table, job.plan, job.order, wish, sharing=sharing, root=root.encode())
-
-
-def _asked(job: PreparedJob, identity: dict[str, Any]) -> pl.DataFrame:
-    """The results that the requests want, for `take_over`."""
-    requests, frames = _requests(job, identity), [pl.DataFrame(schema=ASKED)]
-    while chunk := list(islice(requests, DONE_CHUNK)):
-        samples = [sample for request in chunk for sample in request.samples]
-        wanted = [(*target, sample.request_hash, 0) for sample in samples for target in sample.targets]
-        frames.append(pl.DataFrame(wanted, ASKED, orient="row"))
-    asked = pl.concat(frames)
-    places = np.searchsorted(job.prompts.row_index, asked["row_index"].to_numpy())
-    return asked.with_columns(truncated_tokens=pl.Series(job.prompts.truncated[places], dtype=pl.Int32))
-
-
-def _open_tiers(job: PreparedJob, sha256: str, progress: ProgressListener) -> CacheTiers | None:
-    bits, page_size = {"model": sha256, **_bits(job.numerics)}, job.spec.engine.page_size
+def _open_tiers(job: PreparedJob, progress: ProgressListener) -> CacheTiers | None:
+    opened, page_size = job.opened, job.spec.engine.page_size
+    bits = {"model": opened.sha256, **numeric_bits(opened.numerics)}
     return open_tiers(job.spec.engine.cache, job.backend, bits, page_size, job.page_bytes, progress.message)
 
 
@@ -265,32 +219,35 @@ class _Run:
 
     def __init__(
         self,
-        job: PreparedJob,
-        reading: Reading[PreparedJob] | None,
-        known: Calibration | None,
+        feed: Feed,
+        checkpoint: Checkpoint,
         loaded: LoadedModel,
         tiers: CacheTiers | None,
-        table: InputTable,
-        checkpoint: Checkpoint,
         progress: ProgressListener,
         started: float,
         plan_seconds: float,
     ):
-        self._reading, self._known, self._plan_seconds = reading, known, plan_seconds
-        self._figures = planned(job, known) if reading is None else None  # of all rows
-        self._job, self._loaded, self._table, self._checkpoint = job, loaded, table, checkpoint
-        self._progress, self._started, self._tiers = progress, started, tiers
-        self._engine = _make_engine(job, tiers)
+        self._feed, self._checkpoint, self._loaded, self._tiers = feed, checkpoint, loaded, tiers
+        self._progress, self._started, self._plan_seconds = progress, started, plan_seconds
+        self._known = read_calibration(self._job.opened.machine)
+        self._figures = None if feed.is_reading else planned(self._job, self._known)  # of all rows
+        self._engine = _make_engine(self._job, tiers)
         self._generating = time.monotonic_ns()
-        self._writer = _make_writer(job.spec, checkpoint, self._generating)
-        self._pending: Iterator[Request] = iter(())
-        self._all_submitted = False
-        self._first_row = 0  # those before are taken care of
+        self._writer = _make_writer(self._job.spec, checkpoint, self._generating)
+        self._first_step = checkpoint.next_step
         self._before = dict(checkpoint.totals)
         self._computed = self._rows = 0
         self._failures: Counter[str] = Counter()
         self._shown = 0
         self._verdicts: dict[str, float | None] = {}
+
+    @property
+    def _job(self) -> PreparedJob:
+        return self._feed.job
+
+    @property
+    def _table(self) -> InputTable:
+        return self._job.opened.table
 
     def run(self, stop: Callable[[], bool]) -> JobSummary:
         with self._writer:
@@ -309,12 +266,20 @@ class _Run:
             self._deliver(generated)
         totals = self._totals(generated)
         rows, failed = totals["rows"], totals["failed_rows"]
-        return JobSummary(rows, failed, totals, self._checkpoint.directory, dict(self._failures), interrupted)
+        return JobSummary(
+            rows,
+            failed,
+            totals,
+            self._checkpoint.directory,
+            dict(self._failures),
+            interrupted,
+            first_step=self._first_step,
+        )
 
     def _generate(self, stop: Callable[[], bool]) -> bool:
         """Step until nothing is left; True when stopped before."""
         ended = self._generating
-        while self._engine.has_work or self._reading is not None:
+        while self._engine.has_work or self._feed.is_reading:
             if stop():
                 return True
             self._go_on_with_all()
@@ -330,61 +295,26 @@ class _Run:
                 self._computed += record.num_prefill_tokens
                 ended = end
             self._write(outputs)
-            self._feed()
+            self._submit()
         return False
 
     def _begin(self) -> None:
-        """With the rows of `_job`."""
-        for outputs in self._failed_rows():
+        """With the rows of a job."""
+        for outputs in self._feed.failed_rows():
             self._write(outputs)
-        self._pending, self._all_submitted = self._requests(), False
-        self._feed()
+        self._submit()
 
-    def _go_on_with_all(self) -> None:
-        """When the head's requests are all submitted and the others are known, go on with these."""
-        if self._reading is None or not self._all_submitted:
-            return
-        if self._reading.is_ready(0 if self._engine.has_work else IDLE_SECONDS):
-            self._job, self._reading, self._first_row = self._reading.result(), None, self._job.head_rows
-            self._figures = planned(self._job, self._known)
-            self._begin()
-
-    def _feed(self) -> None:
+    def _submit(self) -> None:
         """Keep as many requests waiting as could start in a step."""
         most = self._job.spec.engine.max_num_seqs
-        for _ in range(most - self._engine.scheduler.num_waiting):
-            request = next(self._pending, None)
-            if request is None:
-                self._all_submitted = True
-                return
+        for request in self._feed.take(most - self._engine.scheduler.num_waiting):
             self._engine.submit(request)
 
-    def _requests(self) -> Iterator[Request]:
-        """The plan's requests without the answers that are there already."""
-        requests = _requests(self._job, self._checkpoint.identity)
-        return self._left_of(requests) if len(self._checkpoint.done) or self._first_row else requests
-
-    def _left_of(self, requests: Iterator[Request]) -> Iterator[Request]:
-        while chunk := list(islice(requests, DONE_CHUNK)):
-            targets = [target for request in chunk for sample in request.samples for target in sample.targets]
-            done = iter(self._are_done(targets))
-            for request in chunk:
-                samples = [(s, tuple(target for target in s.targets if not next(done))) for s in request.samples]
-                left = tuple(replace(sample, targets=targets) for sample, targets in samples if targets)
-                if left:
-                    yield replace(request, samples=left)
-
-    def _are_done(self, targets: list[tuple[int, int]]) -> list[bool]:
-        rows, samples = np.array(targets, np.int64).reshape(-1, 2).T
-        return ((rows < self._first_row) | self._checkpoint.is_done(rows, samples)).tolist()
-
-    def _failed_rows(self) -> Iterator[list[RequestOutput]]:
-        """The results of rows that cannot be answered, some at a time."""
-        rows = ((row, sample) for row in self._job.prompts.failures for sample in range(row.samples))
-        while chunk := list(islice(rows, DONE_CHUNK)):
-            done = self._are_done([(row.row_index, sample) for row, sample in chunk])
-            left = [place for place, known in zip(chunk, done, strict=True) if not known]
-            yield [RequestOutput(row.row_index, sample, "error", error=row.failure) for row, sample in left]
+    def _go_on_with_all(self) -> None:
+        """When the head's requests are all submitted and the others are known."""
+        if self._feed.go_on(0 if self._engine.has_work else IDLE_SECONDS):
+            self._figures = planned(self._job, self._known)
+            self._begin()
 
     def _write(self, outputs: list[RequestOutput]) -> None:
         places = np.searchsorted(self._job.prompts.row_index, [output.row_index for output in outputs])
@@ -491,9 +421,9 @@ class _Run:
             "spec_hash": job.spec.result_hash(),
             "threads": thread_count(job.spec.engine),
             "model": {"name": job.model.config.name, "tokenizer": job.model.tokenizer.fingerprint},
-            "numerics": asdict(job.numerics),
-            "versions": _versions(),
-            "cpu": _cpu(),
+            "numerics": asdict(job.opened.numerics),
+            "versions": versions(),
+            "cpu": cpu(),
             "plan": asdict(figures),
             "preemptions": self._engine.scheduler.preemptions,
             "cache": self._tiers.counts if self._tiers is not None else None,
@@ -511,29 +441,3 @@ TOTAL_COUNTS = (
     "reused_results",
     "scored_tokens",
 )
-
-
-def has_fma() -> bool:
-    """Whether the portable kernel fuses multiplications and additions here, which shows in the last bit."""
-    from batchgen.kernels.cpu.features import HAS_FMA
-
-    return HAS_FMA
-
-
-def _versions() -> dict[str, str]:
-    import numba
-    import pyarrow
-
-    return {
-        "batchgen": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-        "pyarrow": pyarrow.__version__,
-    }
-
-
-def _cpu() -> dict[str, Any]:
-    from batchgen.kernels.cpu.features import cpu_features
-
-    return {"machine": platform.machine(), "count": os.cpu_count(), "features": sorted(cpu_features())}

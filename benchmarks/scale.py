@@ -37,10 +37,9 @@ from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.requests import make_requests
 from batchgen.engine.types import Request, Sample, SamplingParams
 from batchgen.io.scratch import Scratch
-from batchgen.io.table import open_table
 from batchgen.kernels.base import StepBatch, StepResult
-from batchgen.loading import open_model, resolve_numerics
-from batchgen.prepare import PreparedJob, open_device, prepare
+from batchgen.loading import open_model
+from batchgen.prepare import PreparedJob, open_device, open_job, prepare
 from batchgen.spec import load_spec
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.yaml_text import write_yaml
@@ -187,9 +186,8 @@ class Memory:
 
 def measure(folder: Path, rows: int, tokens: int, token_ids: bool, model: str) -> dict[str, Any]:
     """Make the table in `folder`, then read and plan it."""
-    opened = open_model(model_path(model))
     write = write_ids if token_ids else write_texts
-    given = write(folder / "rows.parquet", opened.tokenizer, rows, tokens)
+    given = write(folder / "rows.parquet", open_model(model_path(model)).tokenizer, rows, tokens)
     (folder / "job.yaml").write_text(
         write_yaml(
             {
@@ -200,11 +198,10 @@ def measure(folder: Path, rows: int, tokens: int, token_ids: bool, model: str) -
         ),
         encoding="utf-8",
     )
-    spec = load_spec(folder / "job.yaml", [])
-    numerics, table = resolve_numerics(spec.model, spec.engine), open_table(spec.input.path)
+    opened = open_job(load_spec(folder / "job.yaml", []), lambda text: None)
     with Scratch(folder) as scratch, Memory() as memory:
         begun = time.perf_counter()
-        job = prepare(spec, table, opened, numerics, open_device(spec, opened, numerics), scratch)
+        job = prepare(opened, open_device(opened), scratch)
         seconds = time.perf_counter() - begun
         request_us = _request_us(job)
     return {

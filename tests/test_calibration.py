@@ -156,7 +156,9 @@ def test_a_finished_run_is_measured_without_its_first_step(tmp_path: Path) -> No
     for name, columns in (("steps", steps), ("results", results)):
         (folder / name).mkdir(parents=True)
         pl.DataFrame(columns).write_parquet(folder / name / "part-00000.parquet")
-    run = measured_run(folder, "a_", may_end=True, load_seconds=0.5)
+    run = measured_run(folder, 0, "a_", may_end=True, load_seconds=0.5)
     assert (run.steps, run.seconds, run.answers, run.load_seconds) == (2, 3.0, Answers(2, 14), 0.5)
     assert run.terms.tolist() == [2, 7, 4, 70, 41]
-    assert measured_run(folder, "a_", may_end=False, load_seconds=0.5).answers == Answers()
+    assert measured_run(folder, 0, "a_", may_end=False, load_seconds=0.5).answers == Answers()
+    resumed = measured_run(folder, 1, "a_", may_end=True, load_seconds=0.5)  # the steps before ran with other threads
+    assert (resumed.steps, resumed.seconds) == (1, 2.0)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import cli, job_plan, runner
+from batchgen import cli, feed, job_plan, runner
 from batchgen.engine import run_order
 from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError, TooManyErrors
@@ -71,6 +71,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "in the table's order": {"sampling": {"max_tokens": "{{ most }}"}, "engine": {"schedule": "fifo"}},
     "prompts first": {"sampling": {"n": 2, "temperature": 1.0}, "engine": {"schedule": "prefill_first"}},
     "some rows ask for nothing": {"sampling": {"max_tokens": "{{ most }}"}},
+    "the first of equal rows asks for nothing": {"sampling": {"max_tokens": "{{ 2 - most }}"}},
+    "the same, in the table's order": {
+        "sampling": {"max_tokens": "{{ 2 - most }}"},
+        "engine": {"schedule": "fifo"},
+    },
     "some rows ask for nothing, without sharing": {
         "sampling": {"max_tokens": "{{ most }}"},
         "engine": {"prefix_sharing": False},
@@ -82,7 +87,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def test_plan_and_job_json_and_totals_agree(make_spec, run, tmp_path: Path, sections: dict[str, Any]) -> None:
     """Rows that are too long, null and equal are among them, and rows that ask for no tokens between others."""
     texts = ["one two", "one two three four", None, "one two three", "one two", "x" * 40_000, "seven eight", "one two"]
-    frame = pl.DataFrame({"q": texts, "most": [2, 2, 2, 0, 0, 2, 0, 2]})
+    frame = pl.DataFrame({"q": texts, "most": [2, 2, 2, 0, 0, 1, 0, 2]})
     frame.write_parquet(tmp_path / "rows.parquet")
     given = {"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False}
     engine = {"kv_memory": "128MiB", **sections.get("engine", {})}  # auto depends on what is free just now
@@ -346,7 +351,7 @@ def test_interrupted_keeps_what_is_finished_and_goes_on(make_spec, run, tmp_path
 def test_rows_that_cannot_be_answered_are_written_once(
     make_spec, run, tmp_path: Path, monkeypatch, at_a_time: int
 ) -> None:
-    monkeypatch.setattr(runner, "DONE_CHUNK", at_a_time)
+    monkeypatch.setattr(feed, "CHUNK", at_a_time)
     pl.DataFrame({"q": ["one", None, "two", "", "three", None, "two"]}).write_parquet(tmp_path / "rows.parquet")
     spec = make_spec(
         input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False},

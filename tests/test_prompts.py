@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from batchgen import prompt_sources, prompts
 from batchgen.engine.planner import Admission, plan_prefixes
-from batchgen.engine.prompt_table import MemoryStore, PromptTableBuilder, Store
-from batchgen.engine.requests import RowWish
+from batchgen.engine.prompt_table import MemoryStore, PromptTableBuilder, TokenStore
+from batchgen.engine.requests import RowWish, make_requests
+from batchgen.engine.run_order import plan_order
 from batchgen.engine.types import SamplingParams
 from batchgen.errors import InputError, RowError
 from batchgen.io.scratch import Scratch
@@ -62,7 +63,7 @@ def read(
     given: dict[str, Any],
     sampling: dict[str, Any] | None = None,
     tokenizer: Any = None,
-    store: Store | None = None,
+    store: TokenStore | None = None,
     **options: Any,
 ) -> JobPrompts:
     pq.write_table(rows, folder / "rows.parquet")
@@ -234,6 +235,24 @@ def test_refusals_look_at_each_rows_own_parameters(tmp_path: Path) -> None:
 def test_a_template_that_needs_no_column_is_asked_for_every_row(tmp_path: Path) -> None:
     result = read(tmp_path, texts("a", "b"), FEW, {"max_tokens": "{{ 1 - 2 }}"})
     assert [row.failure.code for row in result.failures] == ["schema_error"] * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, "{{ t }}"])
+@pytest.mark.parametrize("seed", [None, "{{ s }}"])
+def test_computed_answers_are_counted_as_requests_have_them(
+    tmp_path: Path, temperature: float | str, seed: str | None
+) -> None:
+    rng = np.random.default_rng(7)
+    columns = {name: rng.integers(0, 2, 60) for name in ("q", "m", "n", "s", "t")}
+    rows = pa.table({**columns, "q": ["ab"[q] * 3 for q in columns["q"]], "t": columns["t"] / 2})
+    sampling = {"temperature": temperature, "max_tokens": "{{ m + 1 }}", "n": "{{ n + 1 }}"}
+    given = {"prompt": "{{ q }}", "chat": False}
+    result = read(tmp_path, rows, given, sampling | ({"seed": seed} if seed else {}))
+    plan = plan_prefixes(result.table)
+    requests = make_requests(result.table, plan, plan_order(plan), result.wishes.__getitem__)
+    most = sum(len(request.samples) for request in requests)
+    computed = int(result.wishes.computed(plan).sum())
+    assert computed == most if seed is None else most <= computed < 120
 
 
 # Where tokens are kept, and what runs beside what

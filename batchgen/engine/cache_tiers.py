@@ -182,10 +182,12 @@ class Saver:
         while len(self._under_way) > most:
             self._under_way.popleft().result()
 
-    def close(self) -> None:
-        """Wait for what is under way."""
+    def wait(self) -> None:
+        """Until all is saved."""
         self._wait(0)
-        self._pool.shutdown()
+
+    def stop(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 class Reader:
@@ -234,7 +236,7 @@ class Reader:
             if future is not None:
                 future.cancel()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -331,9 +333,14 @@ class CacheTiers:
         """Save what the device still holds, as far as that is wanted; wait until all is saved."""
         for page in list(self._on_device):
             self.let_go(page)
-        self._saver.close()
-        self._reader.close()
+        self._saver.wait()
         self._tell()
+        self.stop()
+
+    def stop(self) -> None:
+        """End at once: what is not saved is not saved."""
+        self._saver.stop()
+        self._reader.stop()
 
     def _save(self, page: int) -> None:
         key = self._on_device[page]

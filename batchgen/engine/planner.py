@@ -163,4 +163,4 @@ def own_pages(
     lengths: NDArray[np.integer], shared: NDArray[np.integer], answer_pages: NDArray[np.int64], page_size: int
 ) -> NDArray[np.int64]:
     """KV pages that each row adds to its predecessor's, in plan order; `answer_pages` those of what it generates."""
-    return -(-lengths // page_size) - shared // page_size + answer_pages
+    return np.where(shared < lengths, -(-lengths // page_size) - shared // page_size, 0) + answer_pages

@@ -28,7 +28,7 @@ Positions = NDArray[np.int64]
 _Run = tuple[Positions, NDArray[np.int32]]
 
 
-class Store(Protocol):
+class TokenStore(Protocol):
     """Bytes that are appended first and then read; `read` gives what a `memoryview` can be made of."""
 
     def append(self, data: memoryview) -> None: ...
@@ -55,7 +55,7 @@ class PromptTable:
     `runs` are the positions of each window's prompts, sorted by (prompt, position) and stored in that order.
     """
 
-    store: Store
+    store: TokenStore
     starts: NDArray[np.int64]
     lengths: NDArray[np.int32]
     row_index: NDArray[np.int64]
@@ -125,7 +125,7 @@ class PromptTable:
 class PromptTableBuilder:
     """Prompts in, in the table's order; a table out. Tokens must not be negative."""
 
-    def __init__(self, store: Store, window_tokens: int = WINDOW_TOKENS):
+    def __init__(self, store: TokenStore, window_tokens: int = WINDOW_TOKENS):
         self._store, self._window_tokens = store, window_tokens
         self._tokens: list[NDArray[np.int32]] = []  # of the window
         self._lengths: list[NDArray[np.int32]] = []
@@ -135,6 +135,8 @@ class PromptTableBuilder:
 
     def append(self, tokens: NDArray[np.int32], lengths: NDArray[np.int32], row_index: NDArray[np.int64]) -> None:
         """Prompts back to back, the length of each and its row."""
+        if not len(lengths):
+            return
         if self._waiting + len(tokens) > self._window_tokens:
             self._set_down()
         self._tokens.append(tokens.astype(_BIG_ENDIAN).view(np.int32))

@@ -72,15 +72,22 @@ class BlobStore:
         return data
 
     def save(self, key: bytes, data: NDArray[np.uint8]) -> bool:
-        """Keep a blob; False when there is no room beside what this process uses. OSError when it cannot be written."""
+        """Keep a blob; False when there is no room beside what this process uses. OSError when it cannot be written.
+
+        A folder in its place that holds something is left alone: then it is not kept, and counts as damaged.
+        """
         size = CHECKSUM_BYTES + len(data)
         if key in self:
             return True
         if not self._make_room(size):
             return False
         self._directory.mkdir(parents=True, exist_ok=True)
-        with self._folder(key, make=True) as folder:
-            self._write(folder, key, data)
+        try:
+            with self._folder(key, make=True) as folder:
+                self._write(folder, key, data)
+        except IsADirectoryError:
+            self.damaged += 1
+            return True
         with self._lock:
             self._set_own(key, size)
             self._unscanned += size
@@ -139,9 +146,14 @@ class BlobStore:
             if now == used:
                 os.unlink(_name(key), dir_fd=folder)
             else:
-                with self._lock:
-                    self._others[key] = (size, now)
-                    self._other_bytes += size
+                self._keep_other(key, size, now)
+
+    def _keep_other(self, key: bytes, size: int, used: int) -> None:
+        """It has been used since the folder was read; perhaps by this process."""
+        with self._lock:
+            if key not in self._own:
+                self._others[key] = (size, used)
+                self._other_bytes += size
 
     # Files
 

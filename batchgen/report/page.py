@@ -1,7 +1,6 @@
 """One HTML file about a finished job, which loads nothing: the charts' library is in it."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import jinja2
-import platformdirs
 import polars as pl
 import vl_convert
 from markupsafe import Markup
 
 from batchgen.io.delivered import DeliveredJob, reading
-from batchgen.io.files import output_errors, write_atomically
+from batchgen.io.files import cache_root, output_errors, write_atomically
 from batchgen.report.charts import all_charts
 from batchgen.report.figures import SHOWN, Figures, job_figures
 from batchgen.text.prompt_template import PromptTemplate
@@ -300,8 +298,7 @@ def vega_script() -> str:
 
 
 def vega_cache() -> Path:
-    root = os.environ.get("BATCHGEN_CACHE_DIR") or platformdirs.user_cache_dir("batchgen", appauthor=False)
-    return Path(root) / "report" / f"vega-{version('vl-convert-python')}.js"
+    return cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
 
 
 def _fill(text: str, file: IO[bytes]) -> None:

@@ -174,8 +174,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     (path / "mine").write_text("x")
     store = open_store(tmp_path)
     assert key(1) not in store and store.load(key(1), SIZE) is None
-    with pytest.raises(OSError):
-        store.save(key(1), blob(1))
+    assert store.save(key(1), blob(1)) and key(1) not in store and store.damaged  # and others can be saved
     assert all_files(tmp_path) == [str((path / "mine").relative_to(tmp_path))]
 
 
@@ -247,6 +246,20 @@ def test_what_another_process_uses_meanwhile_stays(tmp_path):
     assert is_whole(open_store(tmp_path), 0)
     assert store.save(key(10), blob(10)) and store.save(key(11), blob(11))
     assert [n for n in (0, 1, 2, 10, 11) if path_of(tmp_path, n).exists()] == [0, 10, 11]
+
+
+def test_what_this_process_uses_while_it_makes_room_is_counted_once(tmp_path, monkeypatch):
+    fill(tmp_path, range(3), seconds_ago=100)
+    store, stat = open_store(tmp_path, 3), os.stat
+
+    def used_meanwhile(*args, **kwargs):
+        monkeypatch.undo()
+        assert is_whole(store, 0)
+        return stat(*args, **kwargs)
+
+    monkeypatch.setattr(blob_store.os, "stat", used_meanwhile)
+    assert store.save(key(10), blob(10))
+    assert (store._own_bytes, store._other_bytes) == (2 * FILE, FILE)
 
 
 def test_a_job_s_own_blobs_do_not_push_each_other_out(tmp_path):
