@@ -12,6 +12,8 @@ that have to be computed going by how the table was made. With `--token-ids` the
 texts (drawn from those of the words), so that everything but tokenising is measured.
 
 Memory is looked at 20 times a second: `anonymous` is the process's own, `total` has the files mapped into it besides.
+With `--run` the whole job is run, up to its report, but for the model, which draws the same token each time, four for a
+row: what is measured is the memory of a job, and what it costs a row outside of its model.
 With `--scheduler` an engine without a model is given so many requests at once and the time per step is printed.
 """
 
@@ -33,14 +35,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from batchgen import runner
 from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.requests import make_requests
 from batchgen.engine.types import Request, Sample, SamplingParams
 from batchgen.io.scratch import Scratch
-from batchgen.kernels.base import StepBatch, StepResult
-from batchgen.loading import open_model
+from batchgen.kernels.base import Backend, StepBatch, StepResult
+from batchgen.loading import LoadedModel, ModelFile, open_model
 from batchgen.prepare import PreparedJob, open_device, open_job, prepare
-from batchgen.spec import load_spec
+from batchgen.progress import SilentProgress
+from batchgen.spec import JobSpec, load_spec
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.yaml_text import write_yaml
 from benchmarks.workloads import DATA, MODEL, model_path
@@ -184,8 +188,8 @@ class Memory:
             ended = self._ended.wait(0.05)
 
 
-def measure(folder: Path, rows: int, tokens: int, token_ids: bool, model: str) -> dict[str, Any]:
-    """Make the table in `folder`, then read and plan it."""
+def measure(folder: Path, rows: int, tokens: int, token_ids: bool, whole_job: bool, model: str) -> dict[str, Any]:
+    """Make the table in `folder`, then read and plan it, or run it."""
     write = write_ids if token_ids else write_texts
     given = write(folder / "rows.parquet", open_model(model_path(model)).tokenizer, rows, tokens)
     (folder / "job.yaml").write_text(
@@ -193,12 +197,16 @@ def measure(folder: Path, rows: int, tokens: int, token_ids: bool, model: str) -
             {
                 "model": {"source": model},
                 "input": {"path": str(folder / "rows.parquet"), **given},
-                "sampling": {"max_tokens": 32},
+                "sampling": {"max_tokens": 4 if whole_job else 32},
+                "output": {"path": str(folder / "out")},
             }
         ),
         encoding="utf-8",
     )
-    opened = open_job(load_spec(folder / "job.yaml", []), lambda text: None)
+    spec = load_spec(folder / "job.yaml", [])
+    opened = open_job(spec, lambda text: None)
+    if whole_job:
+        return _run(spec)
     with Scratch(folder) as scratch, Memory() as memory:
         begun = time.perf_counter()
         job = prepare(opened, open_device(opened), scratch)
@@ -210,6 +218,24 @@ def measure(folder: Path, rows: int, tokens: int, token_ids: bool, model: str) -
         "tokenize_tokens_per_second": round(job.prompts.tokens_per_second),
         "plan_seconds": round(seconds - job.prompts.tokenize_seconds, 1),
         "request_us": round(request_us, 1),
+        "peak_anonymous_gb": round(memory.anonymous / 1e9, 2),
+        "peak_total_gb": round(memory.total / 1e9, 2),
+    }
+
+
+def _run(spec: JobSpec) -> dict[str, Any]:
+    """The job without its model."""
+
+    def load(model: ModelFile, backend: Backend, *_: Any) -> LoadedModel:
+        backend.run = NoModel().run  # type: ignore[method-assign]
+        return LoadedModel(backend, 0.0, 0.0)
+
+    runner.load_model = load  # type: ignore[assignment]
+    with Memory() as memory:
+        totals = runner.run_job(spec, fresh=False, progress=SilentProgress(), stop=lambda: False).totals
+    return {
+        **{name: totals[name] for name in ("rows", "plan_seconds", "tokenize_seconds", "generate_seconds")},
+        **{name: totals[name] for name in ("wall_seconds", "generated_tokens", "computed_prompt_tokens")},
         "peak_anonymous_gb": round(memory.anonymous / 1e9, 2),
         "peak_total_gb": round(memory.total / 1e9, 2),
     }
@@ -274,6 +300,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=500, help="of a row, about")
     parser.add_argument("--token-ids", action="store_true", help="a table of token ids instead of texts")
+    parser.add_argument("--run", action="store_true", help="run the job, too, without a model")
     parser.add_argument("--scheduler", action="store_true", help="measure the scheduler, not a table")
     parser.add_argument("--folder", help="where table and tokens are put for the while (default: the system's)")
     parser.add_argument("--model", default=MODEL)
@@ -282,7 +309,7 @@ def main() -> None:
         print(json.dumps({f"{n}_waiting_us_per_step": round(scheduler_step_us(n), 1) for n in (10**3, 10**5, 10**6)}))
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        print(json.dumps(measure(Path(folder), args.rows, args.tokens, args.token_ids, args.model), indent=2))
+        print(json.dumps(measure(Path(folder), args.rows, args.tokens, args.token_ids, args.run, args.model), indent=2))
 
 
 if __name__ == "__main__":
