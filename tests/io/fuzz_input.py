@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from batchgen.errors import InputError, SpecError
 from batchgen.io.table import open_table
-from batchgen.prompts import _python_rows
+from batchgen.prompt_sources import python_rows
 
 MEMORY_BYTES = 4 << 30
 SECONDS = 10
@@ -126,7 +126,7 @@ def read(path: Path, options: dict[str, Any], draw: random.Random) -> str:
         given.fingerprint()
         rows = 0
         for _, part in given.batches(batch_rows=draw.choice([1, 7, 1000])):
-            _python_rows(part)
+            python_rows(part)
             write(part)
             rows += part.num_rows
         return f"{rows} rows"
