@@ -16,6 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchgen.io.table import InputTable
+from batchgen.shown import counted
 from batchgen.spec import InputSpec
 from batchgen.text.prompt_template import Field, compile_value, plain_fields
 
@@ -41,13 +42,13 @@ class Advice:
     @property
     def text(self) -> str:
         """One line."""
-        count = dict(zip(self.order, self.values, strict=True))
+        values = {name: counted(count, "value") for name, count in zip(self.order, self.values, strict=True)}
         early = next(new for new, old in zip(self.order, self.before, strict=True) if new != old)
         late = self.before[self.order.index(early)]
         order = f"with {early} first" if len(self.order) == 2 else f"in the order {', '.join(self.order)}"
         return (
-            f"in {self.key}, {{{{ {early} }}}} ({count[early]:,} values) comes after {{{{ {late} }}}} "
-            f"({count[late]:,} values); {order} about {self.saved_share:.0%} fewer prompt tokens would be computed"
+            f"in {self.key}, {{{{ {early} }}}} ({values[early]}) comes after {{{{ {late} }}}} "
+            f"({values[late]}); {order} about {self.saved_share:.0%} fewer prompt tokens would be computed"
         )
 
     def values_for_json(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import typer
 
 from batchgen import __version__
 from batchgen.errors import BatchgenError, OutputError, SpecError
+from batchgen.shown import json_text, visible, write_anything, writes_unicode
 
 if TYPE_CHECKING:
     from batchgen.bench import Bench, StepFigure
@@ -58,27 +59,36 @@ Limit = Annotated[int | None, typer.Option("--limit", min=0, metavar="N", help="
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a BatchgenError becomes a line on stderr, never a traceback."""
+    write_anything(sys.stdout, sys.stderr)
     try:
         app(args=None if argv is None else list(argv), prog_name="batchgen")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except SpecError as error:
+        return _fail(*str(error).split("\n"), code=BAD_USAGE)
     except BatchgenError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), code=error.exit_code)
     except OSError as error:
-        return _fail(str(error), STOPPED)
+        return _fail(_system_error(error), code=STOPPED)
     except MemoryError as error:
         what = f" ({error})" if str(error) else ""
         text = f"not enough memory{what}; lower engine.kv_memory, max_batch_tokens or max_num_seqs, or free some"
-        return _fail(text, STOPPED)
+        return _fail(text, code=STOPPED)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        return _fail("interrupted", code=INTERRUPTED)
     return DONE
 
 
-def _fail(text: str, code: int) -> int:
-    for line in text.splitlines():
-        print(f"error: {line}", file=sys.stderr)
+def _fail(*lines: str, code: int) -> int:
+    for line in lines:
+        _warn(f"error: {line}")
     return code
+
+
+def _system_error(error: OSError) -> str:
+    """What the system refused, and where if it says so."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 def _print_version(wanted: bool) -> None:
@@ -129,7 +139,7 @@ def run(
     if not quiet:
         _show_summary(summary, report)
     if summary.interrupted:
-        print(f"rows under way start over; to go on, run: {again}", file=sys.stderr)
+        _warn(f"rows under way start over; to go on, run: {again}")
         raise typer.Exit(INTERRUPTED)
     if summary.failed_rows and not summary.already_done:
         raise typer.Exit(ROWS_FAILED)
@@ -146,7 +156,7 @@ def _run_job(job: "JobSpec", how: dict[str, bool], quiet: bool, again: str) -> "
             return run_job(job, progress=progress, stop=stop, **how)
     except KeyboardInterrupt:
         progress.close()
-        print(f"stopped at once; what was written is kept. To go on, run: {again}", file=sys.stderr)
+        _warn(f"stopped at once; what was written is kept. To go on, run: {again}")
         raise typer.Exit(INTERRUPTED) from None
     finally:
         progress.close()
@@ -161,7 +171,7 @@ def _try_report(directory: Path) -> "Written | None":
     except BaseException as error:  # Ctrl-C is none of the job's any more, and a panic in polars is no Exception
         reason = " ".join(str(error).split()) or type(error).__name__
         again = shlex.join(["batchgen", "report", str(directory)])
-        print(f"warning: the job is finished, but not its report: {reason}; to write it: {again}", file=sys.stderr)
+        _warn(f"warning: the job is finished, but not its report: {reason}; to write it: {again}")
         return None
 
 
@@ -231,7 +241,8 @@ def _command(spec: Path, sets: list[str] | None, limit: int | None, output: str 
 
 def _show_summary(summary: "JobSummary", report: "Written | None") -> None:
     if summary.already_done:
-        print(f"nothing to do: {summary.output_dir} holds the finished job (--fresh runs it again)")
+        ignored = f"; what is set now of {', '.join(summary.ignored)} was not used" if summary.ignored else ""
+        _say(f"nothing to do: {summary.output_dir} holds the finished job{ignored} (--fresh runs it again)")
         return
     why = ", ".join(f"{count:,} {code}" for code, count in summary.failures.items())
     failed = f"{summary.failed_rows:,}" + (f" ({why}; see the column error)" if why else "")
@@ -241,7 +252,7 @@ def _show_summary(summary: "JobSummary", report: "Written | None") -> None:
     pairs += _headline(report) if report else []
     _show_pairs("interrupted" if summary.interrupted else "done", [*pairs, ("output", str(summary.output_dir))])
     if report:
-        print(f"report: {report.path}")
+        _say(f"report: {report.path}")
 
 
 def _headline(report: "Written") -> list[tuple[str, str]]:
@@ -263,7 +274,7 @@ def report(
 
     written = write_report(directory, output)
     _show_pairs("report", _headline(written))
-    print(f"report: {written.path}")
+    _say(f"report: {written.path}")
 
 
 @app.command()
@@ -278,14 +289,14 @@ def compare(
 
     result = compare_jobs(directory_a, directory_b)
     if not result.same_input:
-        print("warning: the two jobs read different inputs; their answers are matched by position", file=sys.stderr)
+        _warn("warning: the two jobs read different inputs; their answers are matched by position")
     if as_json:
-        print(json.dumps(comparison_values(result), indent=2, ensure_ascii=False))
+        print(json_text(comparison_values(result)))
         return
     _show_columns(*comparison_columns(result))
     _show_pairs("answers", answer_pairs(result))
     for line in difference_lines(result):
-        print(line)
+        _say(line)
 
 
 # --- validate, plan --------------------------------------------------------------------------------------------------
@@ -299,7 +310,10 @@ def validate(
 ) -> None:
     """Check a spec without loading anything."""
     job = _load(spec, _overrides(sets, None))
-    print(job.to_yaml() if resolved else f"{spec}: valid", end="" if resolved else "\n")
+    if resolved:
+        print(job.to_yaml(ascii_only=not writes_unicode(sys.stdout)), end="")
+    else:
+        _say(f"{spec}: valid")
 
 
 @app.command()
@@ -320,7 +334,7 @@ def plan(
     finally:
         progress.close()
     if as_json:
-        print(json.dumps(result.values(), indent=2, ensure_ascii=False))
+        print(json_text(result.values()))
     else:
         _show_plan(result, spec)
 
@@ -344,7 +358,8 @@ def _show_tree(title: str, result: "JobPlan") -> None:
 
         Console(highlight=False).print(prefix_tree(result.prefixes, title))
         return
-    print(f"{title}:", *prefix_lines(result.prefixes, 1), sep="\n")
+    for line in (f"{title}:", *prefix_lines(result.prefixes, 1)):
+        _say(line)
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
@@ -373,7 +388,7 @@ def bench(
     finally:
         progress.close()
     if as_json:
-        print(json.dumps(asdict(result), indent=2, ensure_ascii=False))
+        print(json_text(asdict(result)))
     else:
         _show_bench(result)
 
@@ -444,7 +459,7 @@ def schema() -> None:
     """Print the JSON Schema of a spec, for editors that complete and check keys."""
     from batchgen.spec import spec_schema
 
-    print(json.dumps(spec_schema(), indent=2, ensure_ascii=False))
+    print(json_text(spec_schema()))
 
 
 @app.command()
@@ -461,48 +476,59 @@ def init(
         print(starting_spec(table, folder=Path.cwd()), end="")
         return
     text = starting_spec(table, folder=output.parent.resolve())
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise OutputError(f"{output}: exists already; choose another name") from None
-    print(f"wrote {output}; next: {shlex.join(['batchgen', 'plan', str(output)])}")
+    from batchgen.io.files import output_errors
+
+    if output.exists():
+        raise OutputError(f"{output}: exists already; choose another name")
+    with output_errors(output), output.open("x", encoding="utf-8") as file:
+        file.write(text)
+    _say(f"wrote {output}; next: {shlex.join(['batchgen', 'plan', str(output)])}")
 
 
 # --- how things are shown --------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    """One line on stdout, whatever a user's text in it holds."""
+    print(visible(text))
+
+
+def _warn(text: str) -> None:
+    """One line on stderr."""
+    print(visible(text), file=sys.stderr)
 
 
 def _show_pairs(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     """A table on a terminal; elsewhere a `name: value` line each."""
     if not sys.stdout.isatty():
         for name, value in pairs:
-            print(f"{name}: {value}")
+            _say(f"{name}: {value}")
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), show_header=False, title_justify="left")
+    table = Table(title=Text(visible(title)), show_header=False, title_justify="left")
     for name, value in pairs:
-        table.add_row(Text(name, style="bold"), Text(value))
+        table.add_row(Text(name, style="bold"), Text(visible(value)))
     Console().print(table)
 
 
 def _show_line(text: str) -> None:
     """A line, on a terminal broken between words."""
     if not sys.stdout.isatty():
-        print(text)
+        _say(text)
         return
     from rich.console import Console
 
-    Console().print(text, markup=False, highlight=False)
+    Console().print(visible(text), markup=False, highlight=False)
 
 
 def _show_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on a terminal; elsewhere a line of values between bars each, of those that are not empty."""
     if not sys.stdout.isatty():
         for row in (names, *rows):
-            print(" | ".join(filter(None, row)))
+            _say(" | ".join(filter(None, row)))
         return
     from rich.console import Console
     from rich.table import Table
@@ -510,9 +536,9 @@ def _show_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     table = Table()
     for number, name in enumerate(names):
-        table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+        table.add_column(Text(visible(name)), justify="right" if number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(visible(value)) for value in row))
     Console().print(table)
 
 

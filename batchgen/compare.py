@@ -8,6 +8,7 @@ from typing import Any, get_args
 import polars as pl
 
 from batchgen.engine.types import FinishReason
+from batchgen.io.checkpoint import flat
 from batchgen.io.delivered import DeliveredJob, reading
 from batchgen.report.figures import Totals, collect, finish_reasons, job_totals
 
@@ -45,7 +46,8 @@ class JobSide:
             "answers": totals.answers,
             **{f"ended_by_{reason}": totals.finish_reasons.get(reason, 0) for reason in REASONS},
             "prompt_tokens": totals.prompt_tokens,
-            "computed_prompt_tokens": totals.computed_tokens,
+            "computed_prompt_tokens": totals.computed_prompt_tokens,
+            "restored_prompt_tokens": totals.restored_prompt_tokens,
             "generated_tokens": totals.generated_tokens,
             "generated_tokens_per_answer": totals.generated_tokens / answered if answered else None,
             "generating_seconds": totals.seconds,
@@ -125,14 +127,13 @@ def accuracy(job: DeliveredJob) -> float | None:
 
 def settings(job: DeliveredJob) -> dict[str, Any]:
     """What the job was told, and what became of its `auto`s, as `section.key`."""
-    spec = {f"{section}.{key}": value for section, values in _sections(job) for key, value in values.items()}
-    return {name: value for name, value in spec.items() if name not in ("output.path", "model.sha256")}
+    return {name: value for name, value in flat(_sections(job)).items() if name not in ("output.path", "model.sha256")}
 
 
-def _sections(job: DeliveredJob) -> list[tuple[str, Mapping[str, Any]]]:
+def _sections(job: DeliveredJob) -> dict[str, Mapping[str, Any]]:
     spec = {name: part for name, part in job.record["spec"].items() if isinstance(part, dict)}
     taken = {"batchgen": job.record["versions"]["batchgen"], "sha256": job.record["identity"]["model"]}
-    return [*spec.items(), ("used", {**job.record["numerics"], "threads": job.record["threads"], **taken})]
+    return {**spec, "used": {**job.record["numerics"], "threads": job.record["threads"], **taken}}
 
 
 def different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

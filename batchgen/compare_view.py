@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from batchgen.compare import Comparison
+from batchgen.compare import Comparison, text_difference
 
 SETTING = 60
 """Characters of a setting that are shown."""
@@ -28,7 +28,7 @@ def comparison_columns(result: Comparison) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: the settings that differ, then the figures that are not zero in both, and their ratio."""
     a, b = result.a.figures(), result.b.figures()
     names = [name for name in a if name == "rows" or a[name] or b[name]]
-    settings = [[name, _setting(first), _setting(second), ""] for name, first, second in result.settings]
+    settings = [[name, *_settings(first, second), ""] for name, first, second in result.settings]
     figures = [[name.replace("_", " "), _figure(a[name]), _figure(b[name]), _ratio(a[name], b[name])] for name in names]
     return ["", str(result.a.directory), str(result.b.directory), "B / A"], [*settings, *figures]
 
@@ -54,9 +54,13 @@ def difference_lines(result: Comparison) -> Iterator[str]:
         yield f"... and {result.different_texts - len(result.differences):,} more"
 
 
-def _setting(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= SETTING else text[:SETTING] + "…"
+def _settings(*values: Any) -> list[str]:
+    """The two values of a setting; where one of them is long, both from where they part."""
+    texts = [json.dumps(value, ensure_ascii=False) for value in values]
+    if max(map(len, texts)) <= SETTING:
+        return texts
+    found = text_difference(0, 0, *texts)
+    return [found.a or "", found.b or ""]
 
 
 def _figure(value: float | None) -> str:

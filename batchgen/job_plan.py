@@ -82,7 +82,7 @@ def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
     return JobPlan(
         figures=figures,
         failing_rows=job.prompts.failures,
-        shared_tokens=job.plan.prompt_tokens - job.plan.distinct_tokens,
+        shared_tokens=job.plan.prompt_tokens - job.plan.trie_tokens,
         prefixes=prefixes,
         advice=advise(spec.input, table, figures.computed_prompt_tokens) if spec.engine.prefix_sharing else [],
         tokenize_seconds=job.prompts.tokenize_seconds,

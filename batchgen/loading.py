@@ -202,9 +202,10 @@ def discard_kernels(error: Exception) -> None:
 def compile_kernels(backend: Backend, on_message: Callable[[str], None]) -> None:
     """Make a built backend ready for its first step, with a word when that takes long."""
     if backend.kernel != "reference":
+        from batchgen.kernels.cpu import program
         from batchgen.kernels.cpu.compiling import is_compiled
 
-        if not is_compiled():
+        if not is_compiled(program.run):
             on_message("compiling kernels for this processor (once; about half a minute)")
     backend.warm_up()
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from batchgen.job_plan import JobPlan, PrefixText
 from batchgen.planned import Planned
 from batchgen.progress import duration
+from batchgen.shown import visible
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -25,7 +26,7 @@ def plan_pairs(plan: JobPlan, spec: str) -> list[tuple[str, str]]:
         ("answers", f"{figures.answers:,}"),
         *_failures(figures.failures),
         (f"{what} equal to another", f"{figures.duplicate_rows:,}"),
-        *([("BOS in the template, not doubled", f"{figures.bos_doubled:,} rows")] if figures.bos_doubled else []),
+        *([("BOS in the template, not doubled", f"{figures.bos_in_text:,} rows")] if figures.bos_in_text else []),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
         ("distinct prompt tokens", f"{figures.distinct_prompt_tokens:,}, the fewest that can be computed"),
         ("prompt tokens to compute", f"{figures.computed_prompt_tokens:,} ({_saved(figures):.1%} saved by sharing)"),
@@ -126,11 +127,6 @@ def _walk(prefix: PrefixText) -> Iterator[PrefixText]:
     yield prefix
     for child in prefix.children:
         yield from _walk(child)
-
-
-def visible(text: str) -> str:
-    """Control characters as escapes (a newline is `\\\\n`), so that a text stays on its line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def size(count: int) -> str:

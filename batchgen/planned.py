@@ -19,7 +19,7 @@ class Planned:
     """Counts of rows, tokens and pages; names as in job.json's `totals` where these count the same when it is done.
 
     rows: all of them. answers: results, n per row. failed_rows: rows that cannot be answered, in failures by the
-    code of their error. duplicate_rows: rows, or continuations, whose prompt is that of an earlier one. bos_doubled:
+    code of their error. duplicate_rows: rows, or continuations, whose prompt is that of an earlier one. bos_in_text:
     prompts that bring by their template the BOS token that they would have been given anyway.
     distinct_prompt_tokens: the fewest that can be computed; computed_prompt_tokens: what will be. Rows that ask for no
     tokens are in neither.
@@ -33,7 +33,7 @@ class Planned:
     failed_rows: int
     failures: dict[str, int]
     duplicate_rows: int
-    bos_doubled: int
+    bos_in_text: int
     prompt_tokens: int
     distinct_prompt_tokens: int
     computed_prompt_tokens: int
@@ -60,7 +60,7 @@ def planned(job: PreparedJob, known: Calibration | None) -> Planned:
         failed_rows=len(prompts.failures),
         failures=dict(Counter(failed.failure.code for failed in prompts.failures)),
         duplicate_rows=int(plan.repeats.sum()),
-        bos_doubled=prompts.bos_in_text,
+        bos_in_text=prompts.bos_in_text,
         prompt_tokens=plan.prompt_tokens,
         distinct_prompt_tokens=distinct,
         computed_prompt_tokens=sequences.prefill_tokens,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from batchgen.shown import visible, writes_unicode
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
@@ -16,9 +18,10 @@ PLAIN_SECONDS = 5.0
 class Progress:
     """The state of a job. Counts are since the job's first start, `elapsed_s` (seconds) since this process's.
 
-    `rows_total` 0 is not known yet. `prompt_tokens_done` counts the tokens of every prompt that is in the KV cache,
-    and `saved_prompt_tokens` those of them that were shared and not computed. `done_share` is the part of the job's
-    work (rows, or tokens where these are further) that is done.
+    `rows_total` 0 is not known yet. `prompt_tokens_done` counts the tokens of prompts that are done with: made, while
+    rows are read, and in the KV cache, while answers are generated. Of the latter `shared_prompt_tokens` were found
+    there and `restored_prompt_tokens` came from a tier below; the others were computed. `done_share` is the part of the
+    phase's work (rows, or tokens where these are further) that is done.
     """
 
     rows_done: int = 0
@@ -26,7 +29,8 @@ class Progress:
     failed_rows: int = 0
     prompt_tokens_done: int = 0
     generated_tokens: int = 0
-    saved_prompt_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    restored_prompt_tokens: int = 0
     kv_pages_used: int = 0
     kv_pages_total: int = 0
     elapsed_s: float = 0.0
@@ -58,22 +62,33 @@ class SilentProgress:
 
 
 class RateMeter:
-    """Tokens per second and time to go, over the present phase: loading does not count, nor what an earlier run did."""
+    """Tokens per second and time to go, over the present phase: loading does not count, nor what an earlier run did.
+
+    Time to go is known once something comes, and taken from then on: prompts go by much faster than answers.
+    """
 
     def __init__(self) -> None:
-        self._start: Progress | None = None
+        self._start = self._before = Progress()  # of the phase, and the last state before something came
 
     def update(self, progress: Progress) -> "Rates":
-        if self._start is None or self._start.phase != progress.phase:
-            self._start = progress
+        if self._start.phase != progress.phase:
+            self._start = self._before = progress
         start = self._start
+        if (progress.rows_done, progress.generated_tokens) == (start.rows_done, start.generated_tokens):
+            self._before = progress
         seconds = progress.elapsed_s - start.elapsed_s
-        share = progress.done_share - start.done_share
         return Rates(
             prompt=_per_second(progress.prompt_tokens_done - start.prompt_tokens_done, seconds),
             generated=_per_second(progress.generated_tokens - start.generated_tokens, seconds),
-            eta_s=seconds * max(0.0, 1 - progress.done_share) / share if share > 0 else None,
+            eta_s=self._seconds_to_go(progress),
         )
+
+    def _seconds_to_go(self, progress: Progress) -> float | None:
+        before = self._before
+        done = progress.done_share - before.done_share
+        if progress.done_share >= 1:
+            return 0.0
+        return (progress.elapsed_s - before.elapsed_s) * (1 - progress.done_share) / done if done > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +105,16 @@ def _per_second(count: int, seconds: float) -> float:
 
 
 def describe(progress: Progress, rates: Rates) -> str:
-    """Everything but the row counts and the time to go, in one line: "prompt 2,900 tok/s · ..."."""
-    parts = [f"prompt {rates.prompt:,.0f} tok/s", f"generated {rates.generated:,.0f} tok/s"]
-    if progress.prompt_tokens_done:
-        parts.append(f"shared {progress.saved_prompt_tokens / progress.prompt_tokens_done:.0%}")
+    """Everything but the row counts and the time to go, as far as there is any: "prompt 2,900 tok/s | ..."."""
+    speeds = {"prompt": rates.prompt, "generated": rates.generated}
+    parts = [f"{name} {speed:,.0f} tok/s" for name, speed in speeds.items() if speed]
+    found = {"shared": progress.shared_prompt_tokens, "restored": progress.restored_prompt_tokens}
+    parts += [f"{name} {count / progress.prompt_tokens_done:.0%}" for name, count in found.items() if count]
     if progress.kv_pages_total:
         parts.append(f"KV {progress.kv_pages_used / progress.kv_pages_total:.0%}")
     if progress.failed_rows:
         parts.append(f"{progress.failed_rows:,} failed")
-    return " · ".join(parts)
+    return " | ".join(parts)
 
 
 def duration(seconds: float | None) -> str:
@@ -111,7 +127,7 @@ def duration(seconds: float | None) -> str:
 
 
 class PlainProgress:
-    """A line at most every `every_s` seconds, at each change of phase, and for the last state when closed."""
+    """A line at most every `every_s` seconds, and for the first and the last state of each phase."""
 
     def __init__(self, stream: TextIO, every_s: float = PLAIN_SECONDS, clock: Callable[[], float] = time.monotonic):
         self._stream = stream
@@ -123,6 +139,8 @@ class PlainProgress:
         self._unsaid: str | None = None
 
     def update(self, progress: Progress) -> None:
+        if progress.phase != self._phase:
+            self._say_last()
         self._unsaid = self._line(progress)
         if progress.phase == self._phase and self._clock() < self._next_at:
             return
@@ -131,7 +149,7 @@ class PlainProgress:
         self._say_last()
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(visible(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         self._say_last()
@@ -148,7 +166,7 @@ class PlainProgress:
             return f"[{duration(progress.elapsed_s)}] {phase}"
         rows = f"{progress.rows_done:,}/{progress.rows_total:,} rows"
         parts = [f"[{duration(progress.elapsed_s)}] {phase}: {rows}", describe(progress, rates)]
-        return " · ".join([*parts, f"ETA {duration(rates.eta_s)}"])
+        return " | ".join(filter(None, [*parts, f"ETA {duration(rates.eta_s)}"]))
 
 
 class LiveProgress:
@@ -174,7 +192,7 @@ class LiveProgress:
         )
 
     def message(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(visible(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self._bar.stop()
@@ -188,7 +206,7 @@ def _rich_bar(stream: TextIO, transient: bool) -> "RichProgress":
 
     whole = Column(no_wrap=True, min_width=6)  # a narrow terminal cuts the details, not these
     return RichProgress(
-        SpinnerColumn(),
+        SpinnerColumn("dots" if writes_unicode(stream) else "line"),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=12),
         TextColumn("{task.fields[rows]}", markup=False, table_column=whole),

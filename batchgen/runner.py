@@ -20,7 +20,7 @@ from batchgen.errors import BatchgenError, OutputError, TooManyErrors
 from batchgen.feed import Feed, asked_results
 from batchgen.head_start import Reading, head_rows
 from batchgen.identity import cpu, job_identity, numeric_bits, versions
-from batchgen.io.checkpoint import Checkpoint, read_job
+from batchgen.io.checkpoint import Checkpoint, flat, read_job
 from batchgen.io.deliver import Expected, deliver
 from batchgen.io.openai_batch import deliver_batch_output
 from batchgen.io.reuse import take_over
@@ -48,11 +48,16 @@ from batchgen.spec import EngineSpec, JobSpec, ModelSpec
 PROGRESS_NS = 200_000_000
 IDLE_SECONDS = 0.2
 """To wait at a time for rows to be read when there is nothing else to do."""
+HOW = ("engine.", "output.part_", "output.max_errors")
+"""Settings, by how their names begin, that say how a job is run and not what comes of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """How a run of a job ended. `totals` as in job.json."""
+    """How a run of a job ended. `totals` as in job.json.
+
+    `ignored`: settings of a finished job that this run would have had otherwise.
+    """
 
     rows: int
     failed_rows: int
@@ -62,6 +67,7 @@ class JobSummary:
     interrupted: bool = False
     already_done: bool = False
     first_step: int = 0  # of this run
+    ignored: tuple[str, ...] = ()
 
 
 def run_job(
@@ -79,6 +85,7 @@ def run_job(
     directory and this one would compute again.
     """
     started = time.perf_counter()
+    _tell(progress, started, "opening the table and the model")
     if spec.task.scores and (retry_errors or reuse):
         raise OutputError(f"task.kind: {spec.task.kind} is computed anew: --retry-errors and --reuse are for answers")
     dates: list[datetime] = []  # known once the output is open, wanted once prompts are made
@@ -107,6 +114,7 @@ def _run_opened(
     stop: Callable[[], bool],
 ) -> JobSummary:
     """Plan what is open, load the model, and run."""
+    _tell(progress, started, "tokenizing")
     with ExitStack() as stack:
         scratch = stack.enter_context(Scratch(checkpoint.work))
         device = open_device(opened)
@@ -122,9 +130,15 @@ def _run_opened(
         plan_seconds = time.perf_counter() - planning
         if (tiers := _open_tiers(job, progress)) is not None:
             stack.callback(tiers.stop)
+        _tell(progress, started, "loading")
         loaded = load_model(opened.model, job.backend, _step_limits(job), progress.message)
         feed = Feed(job, reading, checkpoint)
         return _Run(feed, checkpoint, loaded, tiers, progress, started, plan_seconds).run(stop)
+
+
+def _tell(progress: ProgressListener, started: float, phase: str) -> None:
+    """That a phase begins of which there are no figures."""
+    progress.update(Progress(elapsed_s=time.perf_counter() - started, phase=phase))
 
 
 def _take_over(job: PreparedJob, checkpoint: Checkpoint, progress: ProgressListener) -> None:
@@ -176,9 +190,11 @@ def _step_limits(job: PreparedJob) -> StepLimits:
 
 
 def _finished_summary(spec: JobSpec, checkpoint: Checkpoint) -> JobSummary:
-    totals = (read_job(checkpoint.directory) or {}).get("totals", {})
+    record = read_job(checkpoint.directory) or {}
+    totals, there, now = record.get("totals", {}), flat(record.get("spec", {})), flat(spec.model_dump(mode="json"))
     rows, failed = totals.get("rows", 0), totals.get("failed_rows", 0)
-    return JobSummary(rows, failed, totals, Path(spec.output.path), already_done=True)
+    ignored = tuple(name for name in now if name.startswith(HOW) and name in there and there[name] != now[name])
+    return JobSummary(rows, failed, totals, Path(spec.output.path), already_done=True, ignored=ignored)
 
 
 def _make_engine(job: PreparedJob, tiers: CacheTiers | None) -> Engine:
@@ -260,6 +276,8 @@ class _Run:
             self._writer.flush()
         generated = time.monotonic_ns()
         self._show(generated)
+        if not interrupted:
+            self._show(generated, "writing results")
         if self._tiers is not None:
             self._tiers.close()
         if not interrupted:
@@ -300,6 +318,7 @@ class _Run:
 
     def _begin(self) -> None:
         """With the rows of a job."""
+        self._show(time.monotonic_ns())
         for outputs in self._feed.failed_rows():
             self._write(outputs)
         self._submit()
@@ -341,13 +360,14 @@ class _Run:
             "the same command goes on with another output.max_errors"
         )
 
-    def _show(self, now: int = 0) -> None:
+    def _show(self, now: int = 0, phase: str = "generating") -> None:
         """Tell the listener, now and then; always with a `now`."""
         if not now and (now := time.monotonic_ns()) - self._shown < PROGRESS_NS:
             return
         self._shown = now
         before, scheduler, blocks = self._before.get, self._engine.scheduler, self._engine.blocks
-        shared_before = before("prompt_tokens", 0) - before("computed_prompt_tokens", 0)
+        restored = before("restored_prompt_tokens", 0)
+        shared = max(0, before("prompt_tokens", 0) - before("computed_prompt_tokens", 0) - restored)
         self._progress.update(
             Progress(
                 rows_done=before("rows", 0) + self._rows,
@@ -355,11 +375,12 @@ class _Run:
                 failed_rows=before("failed_rows", 0) + self._failures.total(),
                 prompt_tokens_done=before("prompt_tokens", 0) + self._computed + scheduler.cached_prompt_tokens,
                 generated_tokens=before("generated_tokens", 0) + scheduler.generated_tokens,
-                saved_prompt_tokens=max(0, shared_before) + scheduler.cached_prompt_tokens,
+                shared_prompt_tokens=shared + scheduler.cached_prompt_tokens - scheduler.restored_prompt_tokens,
+                restored_prompt_tokens=restored + scheduler.restored_prompt_tokens,
                 kv_pages_used=blocks.num_used,
                 kv_pages_total=blocks.num_pages,
                 elapsed_s=time.perf_counter() - self._started,
-                phase="generating",
+                phase=phase,
                 done_share=self._done_share(),
             )
         )

@@ -556,9 +556,9 @@ class JobSpec(_Part):
             }
         )
 
-    def to_yaml(self) -> str:
+    def to_yaml(self, ascii_only: bool = False) -> str:
         """The spec with every default shown; `load_spec` reads it back equal."""
-        return write_yaml(self.model_dump(mode="json"))
+        return write_yaml(self.model_dump(mode="json"), ascii_only)
 
     def result_values(self) -> dict[str, dict[str, Any]]:
         """What in the spec decides the results, by section and key: not names, places, limits or threads."""

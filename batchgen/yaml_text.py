@@ -97,10 +97,11 @@ def read_yaml(text: str, where: str, positions: bool = True) -> Any:
         raise SpecError(f"{where}: not valid YAML: {_one_line(error)}") from None
 
 
-def write_yaml(value: Any) -> str:
+def write_yaml(value: Any, ascii_only: bool = False) -> str:
     """`value` (dicts, lists, str, int, float, bool, None) as YAML text that `read_yaml` reads back equal."""
-    stream = io.StringIO()
-    _yaml().dump(value, stream)
+    stream, yaml = io.StringIO(), _yaml()
+    yaml.allow_unicode = not ascii_only
+    yaml.dump(value, stream)
     return stream.getvalue()
 
 

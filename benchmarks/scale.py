@@ -249,7 +249,7 @@ def _counts(job: PreparedJob, tokens: int) -> dict[str, Any]:
         "rows": len(job.prompts.row_index),
         "failed_rows": len(job.prompts.failures),
         "prompt_tokens": job.plan.prompt_tokens,
-        "planned_tokens": job.plan.distinct_tokens,
+        "planned_tokens": job.plan.trie_tokens,
         "least_tokens": least,
         "runs": len(prompts.runs),
     }

@@ -39,6 +39,7 @@ class Summary:
     failures: dict = field(default_factory=dict)
     interrupted: bool = False
     already_done: bool = False
+    ignored: tuple = ()
 
 
 @dataclass
@@ -53,7 +54,7 @@ FIGURES = Planned(
     failed_rows=0,
     failures={},
     duplicate_rows=3,
-    bos_doubled=0,
+    bos_in_text=0,
     prompt_tokens=1000,
     distinct_prompt_tokens=250,
     computed_prompt_tokens=250,
@@ -162,7 +163,12 @@ def test_failed_rows_are_exit_code_3(spec, runner):
 def test_a_finished_job_is_exit_code_0(spec, runner, capsys):
     runner.summary = Summary(failed_rows=2, already_done=True)
     assert cli.main(["run", spec]) == 0
-    assert "nothing to do: out holds the finished job" in capsys.readouterr().out
+    told = "nothing to do: out holds the finished job"
+    assert capsys.readouterr().out == f"{told} (--fresh runs it again)\n"
+    runner.summary = Summary(already_done=True, ignored=("engine.schedule", "engine.threads"))
+    assert cli.main(["run", spec]) == 0
+    what = "; what is set now of engine.schedule, engine.threads was not used"
+    assert capsys.readouterr().out == f"{told}{what} (--fresh runs it again)\n"
 
 
 def test_an_interrupted_job_says_how_to_go_on(spec, runner, capsys):
@@ -194,7 +200,7 @@ def test_an_error_of_the_system_is_one_line(spec, runner, capsys):
 
     runner.run_job = run_job
     assert cli.main(["run", spec]) == 1
-    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/x'\n"
+    assert capsys.readouterr().err == "error: /x: Permission denied\n"
 
 
 def test_a_wrong_spec_is_exit_code_2_and_runs_nothing(spec, runner, capsys):
@@ -318,7 +324,7 @@ def test_plan(plan):
 def test_plan_says_what_will_fail_and_why(plan):
     failures = [FailedRow(i, None, 1, RowFailure("prompt_missing", "null")) for i in range(24)]
     failures += [FailedRow(24, "e05", 1, RowFailure("prompt_too_long", "9 tokens"))]
-    figures = replace(FIGURES, failures={"prompt_missing": 24, "prompt_too_long": 1}, bos_doubled=2)
+    figures = replace(FIGURES, failures={"prompt_missing": 24, "prompt_too_long": 1}, bos_in_text=2)
     lines = plan(replace(PLAN, figures=figures, failing_rows=failures)).splitlines()
     assert "rows that are too long: 1" in lines
     assert "rows that fail otherwise: 24 (24 prompt_missing)" in lines
@@ -474,8 +480,13 @@ def test_init_writes_a_path_from_the_folder_of_the_spec(tmp_path, capsys, monkey
     pq.write_table(pa.table({"prompt": ["a"]}), "data/x=2/a.parquet")
     assert cli.main(["init", "data", "-o", "jobs/a.yaml"]) == 0
     assert Path(load_spec(Path("jobs/a.yaml")).input.path).resolve() == tmp_path / "data"
+    capsys.readouterr()
     assert cli.main(["init", "data/*/*.parquet", "-o", "jobs/a.yaml"]) == 1
     assert capsys.readouterr().err == "error: jobs/a.yaml: exists already; choose another name\n"
+    assert cli.main(["init", "data", "-o", "no/a.yaml"]) == 1
+    assert capsys.readouterr().err == (
+        "error: cannot write no/a.yaml: there is no folder no; make it and run the same command again\n"
+    )
 
 
 def test_init_refuses_what_is_no_table(tmp_path, capsys, monkeypatch):

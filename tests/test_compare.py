@@ -92,6 +92,28 @@ def test_compare_prints_both(tmp_path: Path, capsys):
     assert error == ""
 
 
+def test_settings_that_differ_far_in_are_shown_from_there(tmp_path: Path, capsys):
+    """Each setting has a line, those of engine.cache too."""
+    long = "Answer the question. " * 20
+    jobs = [
+        write_job(
+            tmp_path / name,
+            [answer(0)],
+            STEPS,
+            input={"path": "x", "prompt": long + name},
+            engine={"cache": {"disk_path": f"/a/{name}", "disk_bytes": size}},
+        )
+        for name, size in (("a", 10), ("b", 20))
+    ]
+    assert cli.main(["compare", *map(str, jobs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:4] == [
+        'input.prompt | …nswer the question. a" | …nswer the question. b"',
+        'engine.cache.disk_path | "/a/a" | "/a/b"',
+        "engine.cache.disk_bytes | 10 | 20",
+    ]
+
+
 def test_compare_as_json(tmp_path: Path, capsys):
     a, b = two_jobs(tmp_path)
     assert cli.main(["compare", str(a), str(b), "--json"]) == 0

@@ -1,6 +1,7 @@
 """Progress on stderr."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ LATER = Progress(
     failed_rows=2,
     prompt_tokens_done=30_000,
     generated_tokens=5_000,
-    saved_prompt_tokens=7_500,
+    shared_prompt_tokens=7_500,
     kv_pages_used=25,
     kv_pages_total=100,
     elapsed_s=110.0,
@@ -42,15 +43,37 @@ def test_rates_are_those_of_this_phase_and_run():
     assert (rates.prompt, rates.generated, rates.eta_s) == (3000.0, 500.0, 10.0)
 
 
-def test_a_plain_line_says_all():
+def test_time_to_go_is_not_known_before_answers_come_and_then_goes_by_them():
+    """Prompts go by fast: half of all tokens in the first ten seconds say nothing of the other half."""
+    meter, known = RateMeter(), []
+    for second, share, generated in ((0, 0.0, 0), (5, 0.25, 0), (10, 0.5, 0), (20, 0.6, 100), (60, 1.0, 500)):
+        state = Progress(phase="g", elapsed_s=second, done_share=share, generated_tokens=generated, rows_total=9)
+        known.append(meter.update(state).eta_s)
+    assert known == [None, None, None, pytest.approx(40.0), 0.0]
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        (LATER, "prompt 3,000 tok/s | generated 500 tok/s | shared 25% | KV 25% | 2 failed | ETA 0:10"),
+        (
+            replace(LATER, generated_tokens=0, rows_done=10),
+            "prompt 3,000 tok/s | shared 25% | KV 25% | 2 failed | ETA -:--",
+        ),
+        (
+            replace(LATER, restored_prompt_tokens=3_000, shared_prompt_tokens=0, failed_rows=0),
+            "prompt 3,000 tok/s | generated 500 tok/s | restored 10% | KV 25% | ETA 0:10",
+        ),
+    ],
+)
+def test_a_plain_line_says_all_that_there_is(progress, text):
     stream = io.StringIO()
     listener = PlainProgress(stream, every_s=0.0)
     listener.update(GENERATING)
-    listener.update(LATER)
-    assert stream.getvalue().splitlines()[-1] == (
-        "[1:50] generating: 60/110 rows · prompt 3,000 tok/s · generated 500 tok/s · shared 25% · KV 25% · 2 failed · "
-        "ETA 0:10"
-    )
+    listener.update(progress)
+    first, last = stream.getvalue().splitlines()
+    assert first == "[1:40] generating: 10/110 rows | ETA -:--"
+    assert last == f"[1:50] generating: {progress.rows_done}/110 rows | {text}"
 
 
 def test_plain_lines_come_now_and_then_at_each_phase_and_at_the_end():
@@ -64,13 +87,16 @@ def test_plain_lines_come_now_and_then_at_each_phase_and_at_the_end():
     listener.close()
     listener.close()
     starts = [line.split(" rows")[0] for line in stream.getvalue().splitlines()]
-    assert starts == ["[0:00] a: 0/20", "[0:05] a: 5/20", "[0:10] a: 10/20", "[0:11] b", "[0:12] b: 3/20"]
+    assert starts == [
+        *("[0:00] a: 0/20", "[0:05] a: 5/20", "[0:10] a: 10/20", "[0:11] a: 11/20"),
+        *("[0:11] b", "[0:12] b: 3/20"),
+    ]
 
 
-def test_messages_are_printed_as_they_are():
+def test_messages_are_printed_on_a_line_as_they_are():
     stream = io.StringIO()
-    PlainProgress(stream).message("kernel: [bold]x[/nope]")
-    assert stream.getvalue() == "kernel: [bold]x[/nope]\n"
+    PlainProgress(stream).message("kernel: [bold]x[/nope] \x1b[2J\n\x9b")
+    assert stream.getvalue() == "kernel: [bold]x[/nope] \\x1b[2J\\n\\x9b\n"
 
 
 def test_a_terminal_gets_the_live_line(monkeypatch):

@@ -34,8 +34,8 @@ class PrefixPlan:
         return int(self.lengths.sum())
 
     @property
-    def distinct_tokens(self) -> int:
-        """The fewest prompt tokens that can be computed: the trie's size."""
+    def trie_tokens(self) -> int:
+        """The prompts' tokens, each prefix that several have counted once."""
         return int((self.lengths - self.shared).sum())
 
     @property

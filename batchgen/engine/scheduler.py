@@ -145,7 +145,7 @@ class LowerTiers(Protocol):
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step: the sequences in order, pages that are new or restored, slots to copy as (source, destination)."""
+    """One step: the sequences in order, pages that are new or restored, slots to be copied, by destination."""
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     restored: list[RestoredPages] = field(default_factory=list)
@@ -241,16 +241,13 @@ class Scheduler:
         self._lengths = LengthEstimate()
         self._computed = self._wasted = 0
         self.preemptions = 0
-        self.cached_prompt_tokens = 0  # prompt tokens that an admitted sequence found computed
+        self.cached_prompt_tokens = 0  # prompt tokens that admitted sequences found computed,
+        self.restored_prompt_tokens = 0  # and those of them that came from a tier below the device
         self.generated_tokens = 0
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     @property
     def has_work(self) -> bool:
@@ -411,8 +408,10 @@ class Scheduler:
             sequence.block_table[first:] = [self.blocks.allocate() for _ in content]
             plan.restored.append(RestoredPages(sequence, first, content))
             restored = (first + len(content)) * self._page_size - sequence.num_computed_tokens
-            sequence.num_restored_tokens += 0 if sequence.scheduled_ns else restored
             sequence.num_computed_tokens += restored
+            if not sequence.scheduled_ns:  # after it was set back it may find its own
+                sequence.num_restored_tokens += restored
+                self.restored_prompt_tokens += restored
 
     def _count_shared(self, sequence: Sequence, now_ns: int) -> None:
         shared = sequence.num_computed_tokens

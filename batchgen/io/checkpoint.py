@@ -121,7 +121,13 @@ class Checkpoint:
     @property
     def started(self) -> datetime:
         """When the job was first started, in local time: the date that its prompts may name, after a resume too."""
-        return datetime.fromisoformat((read_job(self.directory) or {})["started"])
+        started = (read_job(self.directory) or {}).get("started")
+        try:
+            return datetime.fromisoformat(started or "")
+        except (TypeError, ValueError):
+            raise OutputError(
+                f"{self.directory / 'job.json'} does not say when the job was started; --fresh starts the job anew"
+            ) from None
 
     @property
     def work(self) -> Path:
@@ -285,11 +291,19 @@ def _check_directory(directory: Path) -> None:
 
 
 def read_job(directory: Path) -> dict[str, Any] | None:
-    """The content of a job directory's job.json; None when there is none, or it is not batchgen's."""
+    """The content of a job directory's job.json; None when there is none, or it is not batchgen's.
+
+    Raises OutputError for one that cannot be read, or is not JSON.
+    """
+    path = directory / "job.json"
     try:
-        job = json.loads((directory / "job.json").read_text("utf-8"))
-    except (FileNotFoundError, ValueError):
+        job = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise OutputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise OutputError(f"{path} is no JSON: nothing tells which job this is; choose another folder") from None
     return job if isinstance(job, dict) and job.get(_MARK) == _JOB_FORMAT else None
 
 
@@ -397,18 +411,18 @@ def _remove_work(work: Path) -> None:
 
 
 def _differences(there: Any, now: dict[str, Any]) -> str:
-    old, new = _flat(there if isinstance(there, dict) else {}), _flat(now)
+    old, new = flat(there if isinstance(there, dict) else {}), flat(now)
     names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
     shown = [f"{name}: {_short(old.get(name))} there, {_short(new.get(name))} now" for name in names[:3]]
     return "; ".join(shown) + (f"; {len(names) - 3} more differ" if len(names) > 3 else "")
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, item in value.items():
-        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
-    return flat
+        found.update(flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
+    return found
 
 
 def _short(value: Any) -> str:

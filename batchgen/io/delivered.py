@@ -9,10 +9,55 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 import pyarrow.dataset as ds
+from pydantic import BaseModel, ValidationError
 
 from batchgen.errors import OutputError
 from batchgen.io.checkpoint import read_job
 from batchgen.io.schemas import DELIVERED, RESULTS
+
+
+class _Spec(BaseModel):
+    name: str
+    model: dict[str, Any]
+    input: dict[str, Any]
+    output: dict[str, Any]
+
+
+class _Plan(BaseModel):
+    distinct_prompt_tokens: int
+    computed_prompt_tokens: int
+    kv_pages: int
+    generate_seconds: tuple[float, float] | None
+
+
+class _Totals(BaseModel):
+    rows: int
+    failed_rows: int
+    prompt_tokens: int
+    computed_prompt_tokens: int
+    restored_prompt_tokens: int
+    generated_tokens: int
+    plan_seconds: float
+    load_seconds: float
+    compile_seconds: float
+    generate_seconds: float
+    wall_seconds: float
+
+
+class _Record(BaseModel):
+    """What readers of a finished job take from its job.json."""
+
+    started: str
+    spec: _Spec
+    identity: dict[str, Any]
+    threads: int
+    model: dict[str, Any]
+    numerics: dict[str, Any]
+    versions: dict[str, str]
+    cpu: dict[str, Any]
+    plan: _Plan
+    preemptions: int
+    totals: _Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +71,8 @@ class DeliveredJob:
     def open(cls, directory: Path) -> "DeliveredJob":
         """Raises OutputError for what is no job's directory, or one whose job is not finished."""
         if not directory.is_dir():
-            raise OutputError(f"{directory}: no such directory")
+            what = "is a file" if directory.exists() else "no such directory"
+            raise OutputError(f"{directory}: {what}; name the output folder of a job")
         record = read_job(directory)
         if record is None:
             raise OutputError(f"{directory}: holds no batchgen job; name the output folder of a job")
@@ -34,6 +80,7 @@ class DeliveredJob:
             raise OutputError(
                 f"{directory}: the job is not finished; run the command that started it again, it goes on"
             )
+        _check_record(directory / "job.json", record)
         for kind in ("results", "steps"):
             if not _parts(directory, kind):
                 raise OutputError(f"{directory}: {kind}/ is missing; --fresh runs the job again")
@@ -98,8 +145,25 @@ def _as_answers(own: pa.Schema) -> dict[str, pl.Expr]:
     return {name: known.get(name, missing[name]) for name in RESULTS.names}
 
 
+def _check_record(path: Path, record: Mapping[str, Any]) -> None:
+    try:
+        _Record.model_validate(record)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place, lacks = ".".join(map(str, wrong["loc"])), wrong["type"] == "missing"
+        what = f"lacks {place}" if lacks else f"is damaged: {place}: {wrong['msg']}"
+        raise OutputError(f"{path} {what}; --fresh runs the job again") from None
+
+
 def _parts(directory: Path, kind: str) -> list[Path]:
-    return sorted((directory / kind).glob("part-*.parquet"))
+    """None where there is no such folder; OutputError for one that cannot be looked into."""
+    folder = directory / kind
+    try:
+        return sorted(path for path in folder.iterdir() if path.match("part-*.parquet"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be read: {error.strerror}") from None
 
 
 def _value(scalar: pa.Scalar) -> Any:
@@ -112,9 +176,12 @@ def _value(scalar: pa.Scalar) -> Any:
 @contextmanager
 def reading(*directories: Path) -> Iterator[None]:
     """Turns damaged tables below one of the directories into an OutputError of one line."""
+    places = " or ".join(map(str, directories))
     try:
         yield
+    except PermissionError as error:
+        reason = error.strerror or (str(error).splitlines() or ["not allowed"])[0]  # polars' errors have no strerror
+        raise OutputError(f"{error.filename or places}: its tables cannot be read: {reason}") from error
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        places = " or ".join(map(str, directories))
         raise OutputError(f"{places}: its tables cannot be read: {reason}; --fresh runs the job again") from error

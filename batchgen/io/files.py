@@ -31,7 +31,9 @@ def output_errors(path: Path) -> Iterator[None]:
         code = getattr(error, "errno", None)
         reason = os.strerror(code) if code else str(error).splitlines()[0]
         remedy = "free some space" if code in _SPACE else "repair that"
-        place = getattr(error, "filename", None) or path
+        place = Path(getattr(error, "filename", None) or path)
+        if code == errno.ENOENT and not place.parent.exists():
+            reason, remedy = f"there is no folder {place.parent}", "make it"
         raise OutputError(f"cannot write {place}: {reason}; {remedy} and run the same command again") from error
 
 
@@ -55,7 +57,8 @@ def make_directory(path: Path) -> None:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], None], temporary: Path | None = None) -> None:
     """Lets `write` fill a temporary file, makes it durable and renames it to `path`, which may exist.
 
-    `temporary` must be on the same file system; it is removed when writing fails. OSError passes through.
+    `temporary` must be on the same file system; it is removed when writing fails. OSError passes through, and names
+    `path`.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
     try:
@@ -64,11 +67,22 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], None], temporary: 
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)
         raise
     sync_directory(path.parent)
+
+
+def write_to(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Atomically where there is a file or nothing; a device or a pipe is written to, a link followed."""
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as file:
+            write(file)
+    else:
+        write_atomically(path.resolve(), write)
 
 
 def write_json(path: Path, value: Any, temporary: Path | None = None) -> None:

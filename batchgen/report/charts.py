@@ -229,9 +229,9 @@ def _lengths(frame: pl.DataFrame) -> Chart:
 def _sharing(totals: Totals) -> Chart:
     rows = {
         "in all prompts": totals.prompt_tokens,
-        "distinct": totals.distinct_tokens,
-        "planned": totals.planned_tokens,
-        "computed": totals.computed_tokens,
+        "distinct": totals.distinct_prompt_tokens,
+        "planned": totals.planned_prompt_tokens,
+        "computed": totals.computed_prompt_tokens,
     }
     frame = pl.DataFrame({"what": list(rows), "tokens": list(rows.values())})
     base = alt.Chart(frame).encode(

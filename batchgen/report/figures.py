@@ -38,17 +38,21 @@ _KEY = ("row_index", "sample_index")
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts over the whole job. Of prompt tokens, `distinct_tokens` are the fewest that could be computed and
-    `planned_tokens` were to be. `seconds`: generating, of all runs of the job, up to the end of the last step."""
+    """Counts over the whole job. Of prompt tokens, `distinct_prompt_tokens` are the fewest that could be computed and
+    `planned_prompt_tokens` were to be; `shared_prompt_tokens` were found computed for another row, and
+    `restored_prompt_tokens` kept by an earlier job. `seconds`: generating, of all runs of the job, up to the end of the
+    last step."""
 
     rows: int
     failed_rows: int
     answers: int
     finish_reasons: dict[str, int]
     prompt_tokens: int
-    distinct_tokens: int
-    planned_tokens: int
-    computed_tokens: int
+    distinct_prompt_tokens: int
+    planned_prompt_tokens: int
+    computed_prompt_tokens: int
+    shared_prompt_tokens: int
+    restored_prompt_tokens: int
     generated_tokens: int
     seconds: float
 
@@ -110,15 +114,19 @@ def finish_reasons(results: pl.LazyFrame) -> dict[str, int]:
 
 def job_totals(job: DeliveredJob, reasons: dict[str, int], seconds: float) -> Totals:
     totals, plan = job.record["totals"], job.record["plan"]
+    first = job.results().filter(pl.col("sample_index") == 0)  # prompts are counted at their first answer
+    found = collect(first.select(pl.col("num_cached_tokens").cast(pl.Int64).sum())).item()
     return Totals(
         rows=totals["rows"],
         failed_rows=totals["failed_rows"],
         answers=sum(reasons.values()),
         finish_reasons=reasons,
         prompt_tokens=totals["prompt_tokens"],
-        distinct_tokens=plan["distinct_prompt_tokens"],
-        planned_tokens=plan["computed_prompt_tokens"],
-        computed_tokens=totals["computed_prompt_tokens"],
+        distinct_prompt_tokens=plan["distinct_prompt_tokens"],
+        planned_prompt_tokens=plan["computed_prompt_tokens"],
+        computed_prompt_tokens=totals["computed_prompt_tokens"],
+        shared_prompt_tokens=max(0, found - totals["restored_prompt_tokens"]),
+        restored_prompt_tokens=totals["restored_prompt_tokens"],
         generated_tokens=totals["generated_tokens"],
         seconds=seconds,
     )

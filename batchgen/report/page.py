@@ -16,9 +16,9 @@ import vl_convert
 from markupsafe import Markup
 
 from batchgen.io.delivered import DeliveredJob, reading
-from batchgen.io.files import cache_root, output_errors, write_atomically
+from batchgen.io.files import cache_root, output_errors, write_atomically, write_to
 from batchgen.report.charts import all_charts
-from batchgen.report.figures import SHOWN, Figures, job_figures
+from batchgen.report.figures import SHOWN, Figures, Totals, job_figures
 from batchgen.text.prompt_template import PromptTemplate
 from batchgen.yaml_text import write_yaml
 
@@ -86,7 +86,7 @@ def write_report(directory: Path, output: Path | None = None) -> Written:
         figures = job_figures(job)
         page = render_page(job, figures)
     with output_errors(path):
-        write_atomically(path, partial(_fill, page))
+        write_to(path, partial(_fill, page))
     return Written(path, headline(figures))
 
 
@@ -164,13 +164,21 @@ def headline(figures: Figures) -> list[Headline]:
     """The figures that say how the job went; rates are over the time from the first step to the last."""
     totals = figures.totals
     spread = {row["name"]: row for row in figures.latencies.iter_rows(named=True)}
-    saved = max(0.0, 1 - totals.computed_tokens / max(1, totals.prompt_tokens))  # computed again counts twice
     return [
         Headline("rows/s", number(totals.rate(totals.rows - totals.failed_rows))),
         Headline("generated tokens/s", number(totals.rate(totals.generated_tokens))),
-        Headline("prompt tokens/s", number(totals.rate(totals.prompt_tokens)), f"{percent(saved)} of them shared"),
+        Headline("prompt tokens/s", number(totals.rate(totals.prompt_tokens)), _found(totals)),
         *(_latency(name, spread[name]) for name in ("first token", "per token")),
     ]
+
+
+def _found(totals: Totals) -> str:
+    """How many of the prompt tokens did not have to be computed, and why; nothing where none was computed at all."""
+    if not totals.computed_prompt_tokens:
+        return ""
+    shared = f"{percent(totals.shared_prompt_tokens / totals.prompt_tokens)} shared"
+    restored = f"{percent(totals.restored_prompt_tokens / totals.prompt_tokens)} restored"
+    return f"{shared}, {restored}" if totals.restored_prompt_tokens else shared
 
 
 def _latency(name: str, row: Mapping[str, Any]) -> Headline:

@@ -48,7 +48,7 @@ def test_plan_equals_sorted_lists(prompts: list[list[int]]) -> None:
     assert plan.lengths.tolist() == [len(p) for p in ordered]
     assert plan.repeats.tolist() == [i > 0 and ordered[i] == ordered[i - 1] for i in range(len(ordered))]
     assert plan.prompt_tokens == sum(map(len, prompts))
-    assert plan.distinct_tokens == trie_size(prompts)
+    assert plan.trie_tokens == trie_size(prompts)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
@@ -61,7 +61,7 @@ def test_common_prefixes_however_many_tokens_are_compared_at_a_time(
     plan = plan_prefixes(prompt_table([[*common, 9], common, [6], [*common, 8, 8], common, [6]]))
     assert plan.order.tolist() == [2, 5, 1, 4, 3, 0]
     assert plan.shared.tolist() == [0, 1, 0, length, length, length]
-    assert plan.distinct_tokens == length + 4
+    assert plan.trie_tokens == length + 4
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
@@ -79,14 +79,14 @@ def test_groups_of_equal_prompts_however_many_rows_are_looked_at_at_a_time(
 
 def test_empty_table() -> None:
     plan = plan_prefixes(prompt_table([]))
-    assert (plan.prompt_tokens, plan.distinct_tokens, len(plan.order)) == (0, 0, 0)
+    assert (plan.prompt_tokens, plan.trie_tokens, len(plan.order)) == (0, 0, 0)
     assert pages_at_once(plan, plan_order(plan), np.zeros(0, np.int64), 32, 4) == 0
     assert requests_for([], []) == []
 
 
 def test_only_empty_prompts() -> None:
     plan = plan_prefixes(prompt_table([[], []]))
-    assert (plan.shared.tolist(), plan.distinct_tokens, plan.repeats.tolist()) == ([0, 0], 0, [False, True])
+    assert (plan.shared.tolist(), plan.trie_tokens, plan.repeats.tolist()) == ([0, 0], 0, [False, True])
 
 
 def test_repeated_empty_prompts_are_repeats() -> None:

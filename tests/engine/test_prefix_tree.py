@@ -44,7 +44,7 @@ def test_the_whole_tree_is_the_trie(prompts: list[Prompt]) -> None:
     plan, ordered = plan_of(prompts)
     tree = largest_prefixes(plan, most=1000)
     assert prefixes_of(tree, ordered) == branching_prefixes(prompts)
-    assert sum(node.saved_tokens for node in tree.walk()) == plan.prompt_tokens - plan.distinct_tokens
+    assert sum(node.saved_tokens for node in tree.walk()) == plan.prompt_tokens - plan.trie_tokens
     for node in tree.walk():
         ends = [(child.begin, child.end) for child in sorted(node.children, key=lambda child: child.begin)]
         assert all(node.begin <= begin < end <= node.end for begin, end in ends)
@@ -60,7 +60,7 @@ def test_a_small_tree_has_true_nodes_only_and_never_says_more_than_is_saved(prom
     nodes = list(tree.walk())
     assert len(nodes) <= most + 1
     assert prefixes_of(tree, ordered).items() <= (branching_prefixes(prompts) | {(): len(prompts)}).items()
-    assert sum(node.saved_tokens for node in nodes) <= plan.prompt_tokens - plan.distinct_tokens
+    assert sum(node.saved_tokens for node in nodes) <= plan.prompt_tokens - plan.trie_tokens
 
 
 def test_a_large_prefix_below_small_ones_is_shown_in_their_place() -> None:

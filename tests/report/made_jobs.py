@@ -20,6 +20,7 @@ ANSWER: dict[str, Any] = {
     "stop_reason": None,
     "num_prompt_tokens": 10,
     "num_cached_tokens": 0,
+    "truncated_tokens": 0,
     "num_generated_tokens": 2,
     "cumulative_logprob": -0.5,
     "error": None,
@@ -114,6 +115,7 @@ def job_record(spec: JobSpec, answers: Sequence[dict[str, Any]], steps: Sequence
         "failed_rows": sum(a["finish_reason"] == "error" for a in first),
         "prompt_tokens": prompt_tokens,
         "computed_prompt_tokens": sum(s["num_prefill_tokens"] for s in steps),
+        "restored_prompt_tokens": 0,
         "generated_tokens": sum(a["num_generated_tokens"] for a in answers),
         **{f"{name}_seconds": 1.0 for name in ("plan", "load", "compile", "generate", "wall")},
     }

@@ -215,5 +215,5 @@ def test_totals_of_a_job(tmp_path: Path):
     totals = figures.job_figures(DeliveredJob.open(path)).totals
     assert (totals.rows, totals.failed_rows, totals.answers) == (3, 1, 3)
     assert totals.finish_reasons == {"stop": 2, "error": 1}
-    assert (totals.prompt_tokens, totals.computed_tokens, totals.generated_tokens) == (20, 15, 4)
+    assert (totals.prompt_tokens, totals.computed_prompt_tokens, totals.generated_tokens) == (20, 15, 4)
     assert (totals.seconds, totals.rate(totals.generated_tokens)) == (4.0, 1.0)

@@ -3,7 +3,10 @@
 import datetime
 import decimal
 import json
+import os
 import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -147,17 +150,30 @@ def test_an_empty_job_has_a_page(tmp_path: Path):
     written = page.write_report(write_job(tmp_path / "job", []))
     text = written.path.read_text("utf-8")
     assert "Nothing was computed" in text and "No row failed" in text
-    assert [(f.name, f.value) for f in written.headline][:2] == [("rows/s", "0.00"), ("generated tokens/s", "0.00")]
+    speeds = ("rows/s", "generated tokens/s", "prompt tokens/s")
+    assert [tuple(figure) for figure in written.headline[:3]] == [(name, "0.00", "") for name in speeds]
+
+
+def test_tokens_that_were_not_computed_are_named_by_where_they_were_found(tmp_path: Path):
+    """A row that asks for no tokens has no prompt computed, and nothing shared."""
+    totals = {"computed_prompt_tokens": 10, "restored_prompt_tokens": 4, "prompt_tokens": 40}
+    answers = [answer(0, num_cached_tokens=7), answer(0, num_cached_tokens=7, sample_index=1)]
+    answers += [answer(row, num_generated_tokens=0) for row in (1, 2, 3)]
+    path = write_job(tmp_path / "job", answers, [step(0, 0, 1)])
+    record = json.loads((path / "job.json").read_text())
+    (path / "job.json").write_text(json.dumps({**record, "totals": {**record["totals"], **totals}}))
+    assert page.write_report(path).headline[2].note == "7.5% shared, 10.0% restored"
 
 
 def test_the_headline(tmp_path: Path):
     rows = [step(0, 0, 1, num_prefill_tokens=15), step(1, 1, 3)]
-    written = page.write_report(write_job(tmp_path / "job", [answer(0), answer(1)], rows), tmp_path / "x.html")
+    path = write_job(tmp_path / "job", [answer(0, num_cached_tokens=5), answer(1)], rows)
+    written = page.write_report(path, tmp_path / "x.html")
     assert written.path == tmp_path / "x.html"
     assert [tuple(figure) for figure in written.headline] == [
         ("rows/s", "0.50", ""),
         ("generated tokens/s", "1.00", ""),
-        ("prompt tokens/s", "5.00", "25.0% of them shared"),
+        ("prompt tokens/s", "5.00", "25.0% shared"),
         ("time to first token", "750 ms", "p99 750 ms"),
         ("time per token", "100 ms", "p99 100 ms"),
     ]
@@ -203,11 +219,50 @@ def test_a_large_job_has_a_small_page(tmp_path: Path):
     assert page.write_report(path).path.stat().st_size < 1_300_000
 
 
+def without(*keys: str):
+    """Spoils a job by taking a value out of its job.json."""
+
+    def spoil(job: Path) -> None:
+        record = json.loads((job / "job.json").read_text())
+        place = record
+        for key in keys[:-1]:
+            place = place[key]
+        del place[keys[-1]]
+        (job / "job.json").write_text(json.dumps(record))
+
+    return spoil
+
+
+def is_folder(name: str):
+    """Spoils a job by a folder, which cannot be read, in a file's place."""
+
+    def spoil(job: Path) -> None:
+        (job / name).unlink(missing_ok=True)
+        (job / name).mkdir()
+
+    return spoil
+
+
+def is_file(name: str):
+    def spoil(job: Path) -> None:
+        shutil.rmtree(job / name)
+        (job / name).write_bytes(b"")
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda job: (job / "job.json").unlink(), "holds no batchgen job; name the output folder of a job"),
+        (lambda job: (job / "job.json").unlink(), ": holds no batchgen job; name the output folder of a job"),
+        (lambda job: (job / "job.json").write_text("{"), "/job.json is no JSON: nothing tells which job this is; "),
+        (lambda job: (job / "job.json").write_bytes(b"\xff"), "/job.json is no JSON: "),
+        (is_folder("job.json"), "/job.json cannot be read: Is a directory"),
+        (without("totals"), "/job.json lacks totals; --fresh runs the job again"),
+        (without("plan"), "/job.json lacks plan; --fresh runs the job again"),
+        (without("totals", "wall_seconds"), "/job.json lacks totals.wall_seconds; --fresh runs the job again"),
         (lambda job: (job / "steps" / "part-00000.parquet").unlink(), "steps/ is missing; --fresh runs the job again"),
+        (is_file("results"), "/results cannot be read: Not a directory"),
         (lambda job: (job / "results" / "part-00000.parquet").write_bytes(b"PAR1"), "its tables cannot be read"),
         (lambda job: (job / "report.html").mkdir(), "cannot write"),
     ],
@@ -220,12 +275,30 @@ def test_what_cannot_be_reported_is_one_line(tmp_path: Path, spoil, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_report_goes_where_it_is_told_to(tmp_path: Path):
+    """Into a pipe as into a file; a link is followed, and a folder that is missing is named."""
+    path, pipe, link = write_job(tmp_path / "job", [answer(0)], [step(0, 0, 1)]), tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "target")
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(pipe.read_text, "utf-8")
+        page.write_report(path, pipe)
+        assert text.result(20).startswith("<!DOCTYPE html>")
+    assert pipe.is_fifo()
+    for _ in range(2):
+        page.write_report(path, link)
+    assert link.is_symlink() and (tmp_path / "target").read_text("utf-8").startswith("<!DOCTYPE html>")
+    with pytest.raises(OutputError, match=re.escape(f"there is no folder {tmp_path}/none; make it and run")):
+        page.write_report(path, tmp_path / "none" / "x.html")
+
+
 def test_a_job_that_is_not_finished_has_no_report(tmp_path: Path):
     path = write_job(tmp_path / "job", [], state="running")
     with pytest.raises(OutputError, match=r"job: the job is not finished; run the command that started it again"):
         page.write_report(path)
-    with pytest.raises(OutputError, match="no such directory"):
-        page.write_report(tmp_path / "none")
+    for name, what in (("none", "no such directory"), ("job/job.json", "is a file")):
+        with pytest.raises(OutputError, match=f"{name}: {what}; name the output folder of a job"):
+            page.write_report(tmp_path / name)
 
 
 def test_the_script_is_kept_in_the_cache(tmp_path: Path, monkeypatch):

@@ -24,10 +24,11 @@ def cache_directory() -> Path:
     return Path(root) / "kernels" / digest.hexdigest()[:16]
 
 
-def is_compiled() -> bool:
-    """Whether kernels have been compiled here before (then the first step starts at once)."""
-    config: Any = numba.config
-    return any(Path(config.CACHE_DIR or cache_directory()).rglob("program.run-*.nbc"))
+def is_compiled(function: Any) -> bool:
+    """Whether a `compiled` function is on disk, and newer than its source: from another checkout it is of no use."""
+    source = Path(function.py_func.__code__.co_filename)
+    kept = Path(function.stats.cache_path).glob(f"{source.stem}.{function.py_func.__name__}-*.nbc")
+    return any(file.stat().st_mtime > source.stat().st_mtime for file in kept)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
