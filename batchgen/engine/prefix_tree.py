@@ -1,21 +1,22 @@
 """What the sorted prompts share, as a small tree of the largest shared prefixes.
 
-No tree over all rows is built: the rows beneath a node of the prefix trie are an interval of the plan's order, its
-depth is the least of the common prefixes between neighbours within, and its children lie between the places where
-that least one stands. Only nodes that save much are split further.
+No tree over all rows is built. The rows beneath a node of the prefix trie are an interval of the plan's order, and the
+node's depth is the least of what neighbours within have in common. So the prefix that saves the most is the largest
+rectangle under the profile of these common prefixes. It splits the profile into the part above it and the part around
+it, closed over the gap, and the next one is the largest rectangle of either.
 """
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.engine.planner import PrefixPlan
 
-LOOKED_AT = 8
-"""Nodes looked at for each that is shown, so that a large one below small ones is found."""
+LEVELS = 32
+"""Depths at which the largest rectangle is looked for; where there are no more it is found exactly."""
 
 Node = tuple[int, int, int]
 """(begin, end, depth): the first `depth` tokens are the same in all prompts of order[begin:end]."""
@@ -51,55 +52,75 @@ class SharedPrefix:
 
 
 def largest_prefixes(plan: PrefixPlan, most: int, least_saved: int = 1) -> SharedPrefix:
-    """The root, which stands for all rows, and at most `most` nodes beneath it, those that save the most.
+    """The root, which stands for all rows, and at most `most` nodes beneath it, each the one that saves the most beside
+    those before it.
 
     A node that is not shown leaves its tokens to those beneath it that are. A node must save `least_saved` tokens.
     Children come in order of what is saved at and below them.
     """
-    shared = np.append(plan.shared, 0).astype(np.int64)
-    rows = len(plan.order)
-    root = (0, rows, int(shared[1:rows].min()) if rows > 1 else 0)
-    beneath = list(_explore(shared, root, LOOKED_AT * most))
-    beneath.sort(key=lambda found: -found[1])
-    nodes = [node for node, saved in beneath[:most] if saved >= least_saved]
-    nodes.sort(key=lambda node: (node[0], -node[1]))
-    begin, end, depth = root
-    return SharedPrefix(begin, end, depth, depth, _nested(nodes, depth))
+    shared = plan.shared[1:].astype(np.int64)
+    depth = int(shared.min()) if len(shared) else 0
+    nodes = sorted(_largest_nodes(shared, depth, most, least_saved), key=lambda node: (node[0], -node[1]))
+    return SharedPrefix(0, len(plan.order), depth, depth, _nested(nodes, depth))
 
 
-def _explore(shared: NDArray[np.int64], root: Node, most: int) -> Iterator[tuple[Node, int]]:
-    """Nodes beneath the root and what each saves by itself, those first below which most is saved."""
-    before = np.concatenate([[0], np.cumsum(shared)])
-    waiting: list[tuple[int, Node, int]] = _beneath(shared, before, root, most)
-    heapq.heapify(waiting)
+@dataclass(order=True, slots=True)
+class _Part:
+    """Places of the profile, above a depth, and the largest rectangle there, from `begin` to `end` of the part."""
+
+    saved: int = field(init=False)
+    places: NDArray[np.int64] = field(compare=False)
+    above: int = field(compare=False)
+    heights: NDArray[np.int64] = field(compare=False)
+    begin: int = field(init=False, compare=False)
+    end: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        saved, self.begin, self.end = _largest_rectangle(self.heights)
+        self.saved = -saved  # a heap has its least first
+
+    @property
+    def depth(self) -> int:
+        return self.above + int(self.heights[self.begin : self.end].min())
+
+
+def _largest_nodes(shared: NDArray[np.int64], depth: int, most: int, least_saved: int) -> Iterator[Node]:
+    """Of all nodes deeper than `depth`; `shared[i]` is what the prompts i and i + 1 of the order have in common."""
+    waiting = [_Part(np.arange(len(shared)), depth, shared - depth)]
     for _ in range(most):
-        if not waiting:
+        part = heapq.heappop(waiting)
+        if -part.saved < max(1, least_saved):
             return
-        _, node, parent_depth = heapq.heappop(waiting)
-        begin, end, depth = node
-        yield node, (end - begin - 1) * (depth - parent_depth)
-        for child in _beneath(shared, before, node, most):
-            heapq.heappush(waiting, child)
+        lower = np.flatnonzero(shared < part.depth)
+        first, last = np.searchsorted(lower, part.places[[part.begin, part.end - 1]])
+        begin = int(lower[first - 1]) + 1 if first else 0
+        end = int(lower[last]) if last < len(lower) else len(shared)
+        yield begin, end + 1, part.depth
+        inside, around = part.places[part.begin : part.end], np.delete(part.places, slice(part.begin, part.end))
+        for places, above in ((inside, part.depth), (around, part.above)):
+            heapq.heappush(waiting, _Part(places, above, shared[places] - above))
 
 
-def _beneath(
-    shared: NDArray[np.int64], before: NDArray[np.int64], node: Node, most: int
-) -> list[tuple[int, Node, int]]:
-    """(minus what is saved at and below it, child, the node's depth) of children of two rows and more.
+def _largest_rectangle(heights: NDArray[np.int64]) -> tuple[int, int, int]:
+    """(area, begin, end) of the run of heights whose least one times their number is the largest."""
+    best = (0, 0, 0)
+    for level in _levels(heights).tolist():
+        edges = np.flatnonzero(np.diff(heights >= level, prepend=False, append=False))
+        begins, ends = edges[::2], edges[1::2]
+        least = np.minimum.reduceat(heights, edges[:-1] if ends[-1] == len(heights) else edges)[::2]
+        areas = (ends - begins) * least
+        i = int(np.argmax(areas))
+        best = max(best, (int(areas[i]), int(begins[i]), int(ends[i])), key=lambda found: found[0])
+    return best
 
-    At most `most` of them, those that save the most. `before[i]`: the sum of `shared[:i]`.
-    """
-    begin, end, depth = node
-    cuts = begin + 1 + np.flatnonzero(shared[begin + 1 : end] == depth)
-    begins, ends = np.concatenate([[begin], cuts]), np.concatenate([cuts, [end]])
-    wide = ends - begins > 1
-    begins, ends = begins[wide], ends[wide]
-    if not len(begins):
-        return []
-    depths = np.minimum.reduceat(shared, np.stack([begins + 1, ends], axis=1).ravel())[::2]
-    saved = before[ends] - before[begins + 1] - (ends - begins - 1) * depth
-    best = np.argsort(-saved, kind="stable")[:most]
-    return [(-int(saved[i]), (int(begins[i]), int(ends[i]), int(depths[i])), depth) for i in best]
+
+def _levels(heights: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The different heights above 0, or some of them with equal parts of the area between."""
+    levels, counts = np.unique(heights[heights > 0], return_counts=True)
+    if len(levels) <= LEVELS:
+        return levels
+    area = np.cumsum(levels * counts)
+    return levels[np.searchsorted(area, np.linspace(0, area[-1], LEVELS))]
 
 
 def _nested(nodes: list[Node], depth: int) -> tuple[SharedPrefix, ...]:

@@ -74,6 +74,15 @@ def test_a_large_prefix_below_small_ones_is_shown_in_their_place() -> None:
     assert largest_prefixes(plan, most=20, least_saved=100).children == (shown,)
 
 
+def test_of_prompts_that_continue_each_other_a_few_nodes_tell_nearly_all() -> None:
+    """A conversation after each of its turns: no node has more than a token of its own beyond the next smaller one."""
+    plan, _ = plan_of([(0,) * length for length in range(1, 301)])
+    tree = largest_prefixes(plan, 12, least_saved=plan.prompt_tokens // 200)
+    assert sum(node.saved_tokens for node in tree.walk()) > 0.9 * (plan.prompt_tokens - plan.trie_tokens)
+    (first,) = largest_prefixes(plan, 1).children
+    assert abs(first.rows - 150) < 10
+
+
 @pytest.mark.parametrize("prompts", [[], [(1, 2)], [(1,), (2,)]])
 def test_nothing_shared_is_a_root_alone(prompts: list[Prompt]) -> None:
     tree = largest_prefixes(plan_of(prompts)[0], 10)
