@@ -1,6 +1,7 @@
 """`batchgen plan`: all that is known of a job before weights are loaded."""
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,9 +39,10 @@ class PrefixText:
 class JobPlan:
     """The figures, the rows that will fail, the largest shared prefixes, and how more could be shared.
 
-    `notes`: what might surprise in the input's files.
+    `notes`: what might surprise in the input's files, and what the figures do not say.
 
     `shared_tokens`: prompt tokens that all shared prefixes together save, those that are not shown too.
+    `idle_prompt_tokens`: those of rows that ask for no tokens, which are neither computed nor saved.
     `tokenize_seconds`: what reading, rendering and encoding took, `tokenize_tokens_per_second` their speed.
     """
 
@@ -51,6 +53,7 @@ class JobPlan:
     advice: list[Advice]
     tokenize_seconds: float
     tokenize_tokens_per_second: float
+    idle_prompt_tokens: int = 0
     notes: tuple[str, ...] = ()
 
     def values(self) -> dict[str, Any]:
@@ -87,8 +90,18 @@ def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
         advice=advise(spec.input, table, figures.computed_prompt_tokens) if spec.engine.prefix_sharing else [],
         tokenize_seconds=job.prompts.tokenize_seconds,
         tokenize_tokens_per_second=job.prompts.tokens_per_second,
-        notes=table.notes,
+        idle_prompt_tokens=int(job.plan.lengths[job.rooms[job.plan.order] <= 0].sum()),
+        notes=(*table.notes, *_notes(job)),
     )
+
+
+def _notes(job: PreparedJob) -> Iterator[str]:
+    """What the figures do not say, a line each."""
+    engine = job.spec.engine
+    if shortage := job.prompts.kv_shortage(engine.page_size, job.page_bytes):
+        yield shortage
+    if engine.cache.is_on:
+        yield "engine.cache: what a run finds there is counted here as computed"
 
 
 def _prefixes(job: PreparedJob) -> PrefixText:

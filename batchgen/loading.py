@@ -23,6 +23,7 @@ from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import forward
 from batchgen.models.weights import load_llama
+from batchgen.shown import counted
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.tokenizer import Tokenizer
@@ -148,7 +149,10 @@ def kv_pages(spec: EngineSpec, page_bytes: int, weight_bytes: int) -> int:
         free = psutil.virtual_memory().available - weight_bytes
         return max(1, int(free * AUTO_MEMORY_SHARE) // page_bytes)
     if budget < page_bytes:
-        raise SpecError(f"engine.kv_memory: {budget} bytes is less than one page of this model, {page_bytes} bytes")
+        raise SpecError(
+            f"engine.kv_memory: {counted(budget, 'byte')} is less than one page of this model, which takes "
+            f"{page_bytes:,} and holds {spec.page_size} tokens; a row needs room for its prompt and its answer"
+        )
     return budget // page_bytes
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from batchgen.job_plan import JobPlan, PrefixText
 from batchgen.planned import Planned
 from batchgen.progress import duration
-from batchgen.shown import visible
+from batchgen.shown import counted, visible
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -26,13 +26,13 @@ def plan_pairs(plan: JobPlan, spec: str) -> list[tuple[str, str]]:
         ("answers", f"{figures.answers:,}"),
         *_failures(figures.failures),
         (f"{what} equal to another", f"{figures.duplicate_rows:,}"),
-        *([("BOS in the template, not doubled", f"{figures.bos_in_text:,} rows")] if figures.bos_in_text else []),
+        *([("BOS in the template, not doubled", counted(figures.bos_in_text, "row"))] if figures.bos_in_text else []),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
         ("distinct prompt tokens", f"{figures.distinct_prompt_tokens:,}, the fewest that can be computed"),
-        ("prompt tokens to compute", f"{figures.computed_prompt_tokens:,} ({_saved(figures):.1%} saved by sharing)"),
+        ("prompt tokens to compute", f"{figures.computed_prompt_tokens:,} ({_saved(plan)})"),
         new,
         ("longest prompt", f"{figures.longest_prompt:,} of {figures.context_length:,} tokens"),
-        ("KV memory at the peak", f"{size(figures.kv_bytes_needed)} ({_pages(figures)})"),
+        ("KV memory at the peak", _kv_memory(figures)),
         ("tokenised in", f"{plan.tokenize_seconds:,.1f} s ({plan.tokenize_tokens_per_second:,.0f} tokens/s)"),
         ("time", _time(figures, spec)),
     ]
@@ -47,15 +47,19 @@ def _failures(counts: dict[str, int]) -> list[tuple[str, str]]:
     ]
 
 
-def _saved(figures: Planned) -> float:
-    saved = figures.prompt_tokens - figures.computed_prompt_tokens
-    return max(0.0, saved / figures.prompt_tokens) if figures.prompt_tokens else 0.0
+def _saved(plan: JobPlan) -> str:
+    asked, computed = plan.figures.prompt_tokens - plan.idle_prompt_tokens, plan.figures.computed_prompt_tokens
+    if not asked:
+        return "no row asks for an answer" if plan.figures.prompt_tokens else "no prompts"
+    return f"{max(0.0, 1 - computed / asked):.1%} saved by sharing"
 
 
-def _pages(figures: Planned) -> str:
+def _kv_memory(figures: Planned) -> str:
     needed, there = figures.kv_pages_needed, figures.kv_pages
-    short = f"; there are {there:,}, so fewer rows run at once" if needed > there else ""
-    return f"{needed:,} pages{short}"
+    if not needed:
+        return "none, as no row runs"
+    short = f"; there {'is' if there == 1 else 'are'} {there:,}, so fewer rows run at once" if needed > there else ""
+    return f"{size(figures.kv_bytes_needed)} ({counted(needed, 'page')}{short})"
 
 
 def _time(figures: Planned, spec: str) -> str:
@@ -74,18 +78,20 @@ def seconds(value: float) -> str:
 
 
 def plan_notes(plan: JobPlan) -> Iterator[str]:
-    """What might surprise in the files, advice, and the first rows that will fail."""
+    """What might surprise in the files or is not in the figures, advice, and the first rows that will fail; those for
+    want of KV memory have a note together."""
     yield from plan.notes
     yield from (f"advice: {advice.text}" for advice in plan.advice)
-    for row in plan.failing_rows[:SHOWN_FAILURES]:
+    failing = [row for row in plan.failing_rows if row.failure.code != "resource_error"]
+    for row in failing[:SHOWN_FAILURES]:
         name = f" ({row.name})" if row.name else ""
         yield f"row {row.row_index}{name} will fail: {row.failure.code}: {row.failure.message}"
-    if len(plan.failing_rows) > SHOWN_FAILURES:
-        yield f"... and {len(plan.failing_rows) - SHOWN_FAILURES:,} more (--json lists all)"
+    if len(failing) > SHOWN_FAILURES:
+        yield f"... and {len(failing) - SHOWN_FAILURES:,} more (--json lists all)"
 
 
 def has_prefixes(plan: JobPlan) -> bool:
-    return plan.shared_tokens > 0
+    return plan.shared_tokens > 0 and plan.figures.computed_prompt_tokens > 0
 
 
 def prefix_title(plan: JobPlan) -> str:
@@ -119,7 +125,8 @@ def _grow(tree: "Tree", prefix: PrefixText) -> None:
 
 
 def _label(prefix: PrefixText) -> str:
-    figures = f"{prefix.rows:,} rows x {prefix.own_tokens:,} tokens, {prefix.saved_tokens:,} saved"
+    shape = f"{counted(prefix.rows, 'row')} x {counted(prefix.own_tokens, 'token')}"
+    figures = f"{shape}, {prefix.saved_tokens:,} saved"
     return f"{figures}: {visible(prefix.text)}" if prefix.text else figures
 
 

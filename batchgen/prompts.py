@@ -20,6 +20,7 @@ from batchgen.io.table import InputTable, check_column
 from batchgen.overflow import Overflow, truncate
 from batchgen.prompt_sources import Encoded, PythonRow, Scored, python_rows
 from batchgen.scored_sources import make_task_source
+from batchgen.shown import counted
 from batchgen.spec import JobSpec
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.tokenizer import Tokenizer
@@ -133,7 +134,8 @@ class JobPrompts:
     `row_index`, `samples` (results per row) and `truncated` (tokens cut off) cover all rows, in input order.
     `bos_in_text` counts the prompts whose text brings the BOS token that the model would have been given anyway.
     `encoded_tokens` were made in `tokenize_seconds`, reading and rendering included; they are those of the table and of
-    prompts that were refused or cut.
+    prompts that were refused or cut. `kv_tokens_wanting`: what the longest of the rows needs that the KV cache cannot
+    hold, 0 if it holds all.
     """
 
     table: PromptTable
@@ -145,6 +147,16 @@ class JobPrompts:
     encoded_tokens: int
     tokenize_seconds: float
     truncated: NDArray[np.int32]
+    kv_tokens_wanting: int
+
+    def kv_shortage(self, page_size: int, page_bytes: int) -> str | None:
+        """What KV memory would hold the rows that now find too little, if there are any."""
+        if not self.kv_tokens_wanting:
+            return None
+        size = -(-self.kv_tokens_wanting // page_size) * page_bytes
+        rows = counted(sum(row.failure.code == "resource_error" for row in self.failures), "row")
+        needed = f"the longest needs {self.kv_tokens_wanting:,} tokens of keys and values"
+        return f"engine.kv_memory is too small for {rows}: {needed}; {size} (bytes) or more would suffice"
 
     @property
     def tokens_per_second(self) -> float:
@@ -267,7 +279,7 @@ class _Taken:
     def __init__(self, admission: Admission, builder: PromptTableBuilder, overflow: Overflow):
         self._admission, self._builder, self._overflow = admission, builder, overflow
         self._truncated = [np.zeros(0, np.int32)]
-        self.rows = self.tokens = 0
+        self.rows = self.tokens = self.kv_tokens_wanting = 0
         self._failures: list[FailedRow] = []
         self._row_index = [np.zeros(0, np.int64)]
         self._samples = [np.zeros(0, np.int32)]
@@ -314,11 +326,17 @@ class _Taken:
             accepted &= encoded.scored.last_tokens < self._admission.vocab_size
         begins = np.cumsum(encoded.lengths, dtype=np.int64) - encoded.lengths
         found: dict[int, RowFailure] = {}
+        short: list[int] = []  # of KV memory
         for place in np.flatnonzero(~accepted).tolist():
             prompt = encoded.tokens[begins[place] : begins[place] + encoded.lengths[place]]
             failure = self._admission.refusal(prompt, wishes[place].params, wishes[place].score)
             assert failure is not None
+            if failure.code == "resource_error":
+                short.append(place)
             found.setdefault(int(rows[place]), failure)
+        if short:
+            needed = self._admission.needed(encoded.lengths[short], wishes.max_tokens[short])
+            self.kv_tokens_wanting = max(self.kv_tokens_wanting, int(needed.max()))
         return found
 
     def finish(self, distinct: list[RowWish], bos_in_text: int, seconds: float) -> JobPrompts:
@@ -337,6 +355,7 @@ class _Taken:
             self.tokens,
             seconds,
             np.concatenate(self._truncated),
+            self.kv_tokens_wanting,
         )
 
 

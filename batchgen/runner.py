@@ -318,6 +318,8 @@ class _Run:
 
     def _begin(self) -> None:
         """With the rows of a job."""
+        if shortage := self._job.prompts.kv_shortage(self._job.spec.engine.page_size, self._job.page_bytes):
+            self._progress.message(shortage)
         self._show(time.monotonic_ns())
         for outputs in self._feed.failed_rows():
             self._write(outputs)

@@ -344,9 +344,11 @@ def test_plan_says_what_will_fail_and_why(plan):
             {"generate_seconds": (59.6, 7325.0)},
             "time: 1:00 min (if answers are short) to 2:02:05 h (if all take max_tokens)",
         ),
+        ({"kv_pages_needed": 0, "kv_bytes_needed": 0}, "KV memory at the peak: none, as no row runs"),
+        ({"kv_pages_needed": 1}, "KV memory at the peak: 3.0 MiB (1 page)"),
         ({"kv_pages": 40}, "KV memory at the peak: 3.0 MiB (96 pages; there are 40, so fewer rows run at once)"),
         ({"computed_prompt_tokens": 2000}, "prompt tokens to compute: 2,000 (0.0% saved by sharing)"),
-        ({"prompt_tokens": 0, "computed_prompt_tokens": 0}, "prompt tokens to compute: 0 (0.0% saved by sharing)"),
+        ({"prompt_tokens": 0, "computed_prompt_tokens": 0}, "prompt tokens to compute: 0 (no prompts)"),
     ],
 )
 def test_figures_of_a_plan(plan, figures, line):
@@ -358,10 +360,36 @@ def test_a_plan_without_sharing_has_no_tree(plan):
     assert "shared prefixes" not in plan(nothing)
 
 
+@pytest.mark.parametrize(
+    ("idle", "computed", "line"),
+    [
+        (1000, 0, "prompt tokens to compute: 0 (no row asks for an answer)"),
+        (500, 250, "prompt tokens to compute: 250 (50.0% saved by sharing)"),
+    ],
+)
+def test_what_nobody_asks_for_is_not_saved(plan, idle, computed, line):
+    figures = replace(FIGURES, computed_prompt_tokens=computed)
+    lines = plan(replace(PLAN, figures=figures, idle_prompt_tokens=idle)).splitlines()
+    assert line in lines
+    assert any("largest shared prefixes" in text for text in lines) == (computed > 0)
+
+
+def test_notes_stand_for_the_rows_that_they_are_about(plan):
+    failing = [FailedRow(row, None, 1, RowFailure("resource_error", "too little")) for row in range(30)]
+    failing += [FailedRow(30, "\x1b[2J\n", 1, RowFailure("template_error", "no\r\x07"))]
+    printed = plan(replace(PLAN, failing_rows=failing, notes=("engine.kv_memory is too small for 30 rows",)))
+    assert printed.splitlines()[-2:] == [
+        "engine.kv_memory is too small for 30 rows",
+        "row 30 (\\x1b[2J\\n) will fail: template_error: no\\r\\x07",
+    ]
+    values = json.loads(plan(replace(PLAN, failing_rows=failing, notes=("a",)), "--json"))
+    assert values["notes"] == ["a"] and len(values["failing_rows"]) == 31
+
+
 def test_plan_gives_advice(plan):
-    advice = Advice("input.prompt", ("passage", "question"), (41, 1200), ("question", "passage"), 4000, 0.38)
+    advice = Advice("input.prompt", ("passage", "question"), (1, 1200), ("question", "passage"), 4000, 0.38)
     assert plan(replace(PLAN, advice=[advice])).splitlines()[-1] == (
-        "advice: in input.prompt, {{ passage }} (41 values) comes after {{ question }} (1,200 values); "
+        "advice: in input.prompt, {{ passage }} (1 value) comes after {{ question }} (1,200 values); "
         "with passage first about 38% fewer prompt tokens would be computed"
     )
 

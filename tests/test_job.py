@@ -20,7 +20,7 @@ from batchgen.engine.scheduler import LengthEstimate, Scheduler
 from batchgen.errors import InputError, OutputError, SpecError, TooManyErrors
 from batchgen.io.scratch import Scratch
 from batchgen.job_plan import plan_job
-from batchgen.progress import SilentProgress
+from batchgen.progress import Progress, SilentProgress
 from tests.conftest import DATA, ROOT
 from tests.torture.kills import Moment, kill_and_resume
 
@@ -344,7 +344,47 @@ def test_interrupted_keeps_what_is_finished_and_goes_on(make_spec, run, tmp_path
     second = run(spec)
     assert not second.interrupted and second.rows == 18
     third = run(spec)
-    assert third.already_done and third.rows == 18
+    assert third.already_done and third.rows == 18 and third.ignored == ()
+    engine = spec.engine.model_copy(update={"max_num_seqs": 9, "schedule": "fifo"})
+    fourth = run(spec.model_copy(update={"engine": engine}))
+    assert fourth.already_done and fourth.ignored == ("engine.max_num_seqs", "engine.schedule")
+
+
+class Told(SilentProgress):
+    """What a job says, and its phases as they begin."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def update(self, progress: Progress) -> None:
+        if progress.phase not in self.lines[-1:]:
+            self.lines.append(progress.phase)
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_phases_are_told_as_they_begin_and_a_shortage_once(make_spec, tmp_path: Path) -> None:
+    """A page holds 32 tokens: enough for two of the rows. The third is left out, and what it needs is said."""
+    pl.DataFrame({"q": ["a", "word " * 60, "b"]}).write_parquet(tmp_path / "rows.parquet")
+    spec = make_spec(
+        input={"path": str(tmp_path / "rows.parquet"), "prompt": "{{ q }}", "chat": False},
+        sampling={"max_tokens": 2},
+        engine={"kv_memory": 800_000, "cache": {"disk_path": str(tmp_path / "kv")}},
+    )
+    told = Told()
+    summary = runner.run_job(spec, fresh=False, progress=told, stop=lambda: False)
+    assert summary.failures == {"resource_error": 1}
+    shortage, cache = plan_job(spec, SilentProgress()).notes
+    phases = ["opening the table and the model", "tokenizing", "loading", "generating", "writing results"]
+    said = [line for line in told.lines if not line.startswith("compiling")]
+    assert said == [*phases[:3], shortage, *phases[3:]]
+    assert shortage.startswith("engine.kv_memory is too small for 1 row: the longest needs ")
+    assert cache == "engine.cache: what a run finds there is counted here as computed"
+    enough = int(shortage.split("; ")[1].split()[0])
+    for size, failures in ((enough, {}), (enough - 1, {"resource_error": 1})):
+        engine = spec.engine.model_copy(update={"kv_memory": size})
+        assert plan_job(spec.model_copy(update={"engine": engine}), SilentProgress()).figures.failures == failures
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3, 1000])

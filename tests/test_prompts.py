@@ -227,8 +227,14 @@ def test_refusals_look_at_each_rows_own_parameters(tmp_path: Path) -> None:
     result = reader.read(open_table(spec.input.path), Admission(100, 50, 14), MemoryStore())
     assert found(result)[2] == (
         "resource_error",
-        "100 tokens of KV memory are needed; engine.kv_memory holds 14: beside max_tokens a prompt of 0 would fit",
+        "the prompt's 10 tokens and its answer need 100 tokens of KV memory; engine.kv_memory holds 14",
     )
+    assert result.kv_shortage(32, 1000) == (
+        "engine.kv_memory is too small for 1 row: the longest needs 100 tokens of keys and values; "
+        "4000 (bytes) or more would suffice"
+    )
+    roomy = Admission(100, 50, 4 * 32)
+    assert reader.read(open_table(spec.input.path), roomy, MemoryStore()).kv_shortage(32, 1000) is None
     assert result.table.row_index.tolist() == [0, 1] and result.failures[0].samples == 2
 
 

@@ -117,8 +117,12 @@ class Admission:
     ) -> NDArray[np.bool_]:
         """Whether `refusal` is None, for prompts that lie back to back in `tokens`."""
         unknown = rows_with((tokens < 0) | (tokens >= self.vocab_size), lengths)
-        needed = lengths + np.maximum(self.rooms(lengths, max_tokens) - 1, 0)
-        return (lengths > 0) & (lengths <= self.context_length) & (needed <= self.kv_tokens) & ~unknown
+        fits = self.needed(lengths, max_tokens) <= self.kv_tokens
+        return (lengths > 0) & (lengths <= self.context_length) & fits & ~unknown
+
+    def needed(self, lengths: NDArray[np.integer], max_tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Tokens of KV memory for prompts of these lengths and one answer each."""
+        return lengths.astype(np.int64) + np.maximum(self.rooms(lengths, max_tokens) - 1, 0)
 
     def refusal(
         self, prompt: NDArray[np.int32], params: SamplingParams, score: Score | None = None
@@ -136,9 +140,8 @@ class Admission:
             return RowFailure("prompt_too_long", text)
         needed = length + max(self.room(length, params) - 1, 0)
         if needed > self.kv_tokens:
-            fits = self.kv_tokens - params.max_tokens + 1
-            text = f"{needed} tokens of KV memory are needed; engine.kv_memory holds {self.kv_tokens}"
-            return RowFailure("resource_error", f"{text}: beside max_tokens a prompt of {max(fits, 0)} would fit")
+            text = f"the prompt's {length} tokens and its answer need {needed} tokens of KV memory"
+            return RowFailure("resource_error", f"{text}; engine.kv_memory holds {self.kv_tokens}")
         return None
 
 
