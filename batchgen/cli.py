@@ -52,7 +52,12 @@ app.add_typer(models, name="models")
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="The job's YAML file.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set sampling.max_tokens=32; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key, as in --set sampling.max_tokens=32; repeatable. "
+        "A value of its own in each row: --set 'sampling.max_tokens=\"{{ column }}\"'.",
+    ),
 ]
 Limit = Annotated[int | None, typer.Option("--limit", min=0, metavar="N", help="Use only the first N rows.")]
 

