@@ -127,6 +127,8 @@ def _grow(tree: "Tree", prefix: PrefixText) -> None:
 def _label(prefix: PrefixText) -> str:
     shape = f"{counted(prefix.rows, 'row')} x {counted(prefix.own_tokens, 'token')}"
     figures = f"{shape}, {prefix.saved_tokens:,} saved"
+    if not prefix.own_tokens:
+        return counted(prefix.rows, "row")
     return f"{figures}: {visible(prefix.text)}" if prefix.text else figures
 
 

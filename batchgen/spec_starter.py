@@ -162,7 +162,7 @@ def _prompt_line(columns: Sequence[_Column], table: str) -> str:
 
 
 def _template(columns: Sequence[_Column], main: str) -> str:
-    """The main column with what belongs to it, what has the fewest values first, as it is shared; choices at the end."""
+    """The main column with what belongs to it, that with the fewest values first, since rows share it; then choices."""
     if main == "prompt":  # it is one
         return "{{ prompt }}"
     texts = [column for column in columns if _is_text(column.kind) or column.name == main]
