@@ -20,8 +20,9 @@ class Progress:
 
     `rows_total` 0 is not known yet. `prompt_tokens_done` counts the tokens of prompts that are done with: made, while
     rows are read, and in the KV cache, while answers are generated. Of the latter `shared_prompt_tokens` were found
-    there and `restored_prompt_tokens` came from a tier below; the others were computed. `done_share` is the part of the
-    phase's work (rows, or tokens where these are further) that is done.
+    there and `restored_prompt_tokens` came from a tier below; the others were computed. `tokens_left`: prompt tokens
+    that are still to be computed and new ones that may be generated at most, None where that is not known. `done_share`
+    is the part of the phase's work (rows, or tokens where these are further) that is done.
     """
 
     rows_done: int = 0
@@ -36,6 +37,11 @@ class Progress:
     elapsed_s: float = 0.0
     phase: str = ""
     done_share: float = 0.0
+    tokens_left: tuple[int, int] | None = None
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        return self.prompt_tokens_done - self.shared_prompt_tokens - self.restored_prompt_tokens
 
 
 class ProgressListener(Protocol):
@@ -64,18 +70,25 @@ class SilentProgress:
 class RateMeter:
     """Tokens per second and time to go, over the present phase: loading does not count, nor what an earlier run did.
 
-    Time to go is known once something comes, and taken from then on: prompts go by much faster than answers.
+    While answers are generated, time to go is what the tokens that are left will take. A token of a prompt takes less
+    than one of an answer, so the two are told apart, by least squares over what each update brings, and nothing is said
+    before there are both. Elsewhere time to go follows from the share that is done.
     """
 
     def __init__(self) -> None:
-        self._start = self._before = Progress()  # of the phase, and the last state before something came
+        self._start = self._last = Progress()
+        self._costs = TokenCosts()
 
     def update(self, progress: Progress) -> "Rates":
         if self._start.phase != progress.phase:
-            self._start = self._before = progress
-        start = self._start
-        if (progress.rows_done, progress.generated_tokens) == (start.rows_done, start.generated_tokens):
-            self._before = progress
+            self._start = self._last = progress
+            self._costs = TokenCosts()
+        start, last = self._start, self._last
+        self._last = progress
+        computed = progress.computed_prompt_tokens - last.computed_prompt_tokens
+        self._costs.add(
+            computed, progress.generated_tokens - last.generated_tokens, progress.elapsed_s - last.elapsed_s
+        )
         seconds = progress.elapsed_s - start.elapsed_s
         return Rates(
             prompt=_per_second(progress.prompt_tokens_done - start.prompt_tokens_done, seconds),
@@ -84,11 +97,38 @@ class RateMeter:
         )
 
     def _seconds_to_go(self, progress: Progress) -> float | None:
-        before = self._before
-        done = progress.done_share - before.done_share
         if progress.done_share >= 1:
             return 0.0
-        return (progress.elapsed_s - before.elapsed_s) * (1 - progress.done_share) / done if done > 0 else None
+        if progress.tokens_left is not None:
+            return self._costs.seconds(*progress.tokens_left)
+        done, seconds = progress.done_share - self._start.done_share, progress.elapsed_s - self._start.elapsed_s
+        return seconds * (1 - progress.done_share) / done if done > 0 else None
+
+
+class TokenCosts:
+    """Seconds that a prompt token and a generated one take, by least squares from times in which there were some."""
+
+    def __init__(self) -> None:
+        self._prompt = self._generated = self._both = self._prompt_s = self._generated_s = 0.0
+
+    def add(self, prompt: int, generated: int, seconds: float) -> None:
+        self._prompt += prompt * prompt
+        self._generated += generated * generated
+        self._both += prompt * generated
+        self._prompt_s += prompt * seconds
+        self._generated_s += generated * seconds
+
+    def seconds(self, prompt: int, generated: int) -> float | None:
+        """Of so many tokens; None as long as nothing was generated."""
+        if not self._generated:
+            return None
+        determinant = self._prompt * self._generated - self._both**2
+        if determinant > 1e-9 * self._prompt * self._generated:
+            of_prompt = (self._prompt_s * self._generated - self._generated_s * self._both) / determinant
+            of_generated = (self._generated_s * self._prompt - self._prompt_s * self._both) / determinant
+            return max(0.0, of_prompt) * prompt + max(0.0, of_generated) * generated
+        alike = (self._prompt_s + self._generated_s) / (self._prompt + 2 * self._both + self._generated)
+        return alike * (prompt + generated)
 
 
 @dataclass(frozen=True, slots=True)

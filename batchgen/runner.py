@@ -384,12 +384,23 @@ class _Run:
                 elapsed_s=time.perf_counter() - self._started,
                 phase=phase,
                 done_share=self._done_share(),
+                tokens_left=self._tokens_left(),
             )
         )
 
     @property
     def _rows_total(self) -> int:
         return self._table.num_rows_upper if self._figures is None else self._figures.rows
+
+    def _tokens_left(self) -> tuple[int, int] | None:
+        """Answers that are to come are taken to be no longer than those that are there, with what is under way."""
+        if self._figures is None:
+            return None
+        generated, rows = self._engine.scheduler.generated_tokens, self._rows_total - self._before.get("rows", 0)
+        most = self._figures.max_new_tokens * rows // max(self._rows_total, 1) - generated
+        if self._rows:
+            most = min(most, (rows - self._rows) * generated // self._rows)
+        return max(0, self._figures.computed_prompt_tokens - self._computed), max(0, most)
 
     def _done_share(self) -> float:
         """By tokens while answers are under way, by rows when these turn out shorter than they might."""

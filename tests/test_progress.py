@@ -43,13 +43,31 @@ def test_rates_are_those_of_this_phase_and_run():
     assert (rates.prompt, rates.generated, rates.eta_s) == (3000.0, 500.0, 10.0)
 
 
-def test_time_to_go_is_not_known_before_answers_come_and_then_goes_by_them():
-    """Prompts go by fast: half of all tokens in the first ten seconds say nothing of the other half."""
-    meter, known = RateMeter(), []
-    for second, share, generated in ((0, 0.0, 0), (5, 0.25, 0), (10, 0.5, 0), (20, 0.6, 100), (60, 1.0, 500)):
-        state = Progress(phase="g", elapsed_s=second, done_share=share, generated_tokens=generated, rows_total=9)
-        known.append(meter.update(state).eta_s)
-    assert known == [None, None, None, pytest.approx(40.0), 0.0]
+@pytest.mark.parametrize(
+    ("steps", "left", "expected"),
+    [
+        ([(2000, 0), (2000, 0)], (1000, 500), None),  # no answers yet
+        ([(2000, 0), (2000, 20), (1000, 100), (500, 200)], (1000, 500), 1000 * 0.001 + 500 * 0.02),
+        ([(2000, 20), (0, 100)], (0, 50), 50 * 0.02),
+        ([(0, 100), (0, 90)], (0, 50), 50 * 0.02),
+        ([(10, 10), (20, 20)], (30, 30), 30 * 0.001 + 30 * 0.02),  # always as many of either
+    ],
+)
+def test_time_to_go_tells_prompts_from_answers(steps, left, expected):
+    """A prompt token takes a millisecond here, a generated one twenty."""
+    meter, state = RateMeter(), Progress(phase="generating", rows_total=9, tokens_left=left)
+    meter.update(state)
+    for prompt, generated in steps:
+        state = replace(
+            state,
+            prompt_tokens_done=state.prompt_tokens_done + prompt + 7,
+            shared_prompt_tokens=state.shared_prompt_tokens + 7,
+            generated_tokens=state.generated_tokens + generated,
+            elapsed_s=state.elapsed_s + prompt * 0.001 + generated * 0.02,
+        )
+        rates = meter.update(state)
+    assert rates.eta_s == (None if expected is None else pytest.approx(expected))
+    assert meter.update(replace(state, done_share=1.0)).eta_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -57,7 +75,7 @@ def test_time_to_go_is_not_known_before_answers_come_and_then_goes_by_them():
     [
         (LATER, "prompt 3,000 tok/s | generated 500 tok/s | shared 25% | KV 25% | 2 failed | ETA 0:10"),
         (
-            replace(LATER, generated_tokens=0, rows_done=10),
+            replace(LATER, generated_tokens=0, tokens_left=(1, 1)),
             "prompt 3,000 tok/s | shared 25% | KV 25% | 2 failed | ETA -:--",
         ),
         (
