@@ -71,8 +71,9 @@ class RateMeter:
     """Tokens per second and time to go, over the present phase: loading does not count, nor what an earlier run did.
 
     While answers are generated, time to go is what the tokens that are left will take. A token of a prompt takes less
-    than one of an answer, so the two are told apart, by least squares over what each update brings, and nothing is said
-    before there are both. Elsewhere time to go follows from the share that is done.
+    than one of an answer, so the two are told apart, by least squares over what each update brings. While prompts alone
+    fill the steps answers cost next to nothing, so nothing is said before the first answer has come or the prompts are
+    done. Elsewhere time to go follows from the share that is done.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,8 @@ class RateMeter:
         if progress.done_share >= 1:
             return 0.0
         if progress.tokens_left is not None:
-            return self._costs.seconds(*progress.tokens_left)
+            early = progress.rows_done == self._start.rows_done and progress.tokens_left[0] > 0
+            return None if early else self._costs.seconds(*progress.tokens_left)
         done, seconds = progress.done_share - self._start.done_share, progress.elapsed_s - self._start.elapsed_s
         return seconds * (1 - progress.done_share) / done if done > 0 else None
 
@@ -119,14 +121,15 @@ class TokenCosts:
         self._generated_s += generated * seconds
 
     def seconds(self, prompt: int, generated: int) -> float | None:
-        """Of so many tokens; None as long as nothing was generated."""
+        """Of so many tokens; None as long as nothing was generated. A generated token takes as long at least."""
         if not self._generated:
             return None
         determinant = self._prompt * self._generated - self._both**2
         if determinant > 1e-9 * self._prompt * self._generated:
             of_prompt = (self._prompt_s * self._generated - self._generated_s * self._both) / determinant
             of_generated = (self._generated_s * self._prompt - self._prompt_s * self._both) / determinant
-            return max(0.0, of_prompt) * prompt + max(0.0, of_generated) * generated
+            if of_generated >= of_prompt >= 0:
+                return of_prompt * prompt + of_generated * generated
         alike = (self._prompt_s + self._generated_s) / (self._prompt + 2 * self._both + self._generated)
         return alike * (prompt + generated)
 

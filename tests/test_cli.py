@@ -187,11 +187,11 @@ def test_what_keeps_answers_is_handed_on_and_goes_on(spec, runner, capsys):
 
 def test_an_error_is_one_line_and_its_exit_code(spec, runner, capsys):
     def run_job(job, **options):
-        raise InputError("d.parquet: no such file")
+        raise InputError("d.parquet: no such file \x1b[2J\nerror: made up\r")
 
     runner.run_job = run_job
     assert cli.main(["run", spec]) == 1
-    assert capsys.readouterr().err == "error: d.parquet: no such file\n"
+    assert capsys.readouterr().err == "error: d.parquet: no such file \\x1b[2J\\nerror: made up\\r\n"
 
 
 def test_an_error_of_the_system_is_one_line(spec, runner, capsys):

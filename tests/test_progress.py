@@ -46,23 +46,25 @@ def test_rates_are_those_of_this_phase_and_run():
 @pytest.mark.parametrize(
     ("steps", "left", "expected"),
     [
-        ([(2000, 0), (2000, 0)], (1000, 500), None),  # no answers yet
-        ([(2000, 0), (2000, 20), (1000, 100), (500, 200)], (1000, 500), 1000 * 0.001 + 500 * 0.02),
-        ([(2000, 20), (0, 100)], (0, 50), 50 * 0.02),
-        ([(0, 100), (0, 90)], (0, 50), 50 * 0.02),
-        ([(10, 10), (20, 20)], (30, 30), 30 * 0.001 + 30 * 0.02),  # always as many of either
+        ([(2000, 0, 0), (2000, 0, 0)], (1000, 500), None),
+        ([(2000, 0, 0), (2000, 20, 0)], (1000, 500), None),  # no answer is there yet
+        ([(2000, 0, 0), (2000, 20, 0), (1000, 100, 0), (500, 200, 1)], (1000, 500), 1000 * 0.001 + 500 * 0.02),
+        ([(2000, 20, 0), (0, 100, 0)], (0, 50), 50 * 0.02),
+        ([(0, 100, 0), (0, 90, 0)], (0, 50), 50 * 0.02),
+        ([(10, 10, 1), (20, 20, 1)], (30, 30), 30 * 0.001 + 30 * 0.02),  # always as many of either
     ],
 )
 def test_time_to_go_tells_prompts_from_answers(steps, left, expected):
     """A prompt token takes a millisecond here, a generated one twenty."""
     meter, state = RateMeter(), Progress(phase="generating", rows_total=9, tokens_left=left)
     meter.update(state)
-    for prompt, generated in steps:
+    for prompt, generated, rows in steps:
         state = replace(
             state,
             prompt_tokens_done=state.prompt_tokens_done + prompt + 7,
             shared_prompt_tokens=state.shared_prompt_tokens + 7,
             generated_tokens=state.generated_tokens + generated,
+            rows_done=state.rows_done + rows,
             elapsed_s=state.elapsed_s + prompt * 0.001 + generated * 0.02,
         )
         rates = meter.update(state)
