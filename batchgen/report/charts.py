@@ -244,7 +244,7 @@ def _sharing(totals: Totals) -> Chart:
     )
     text = (
         "A prefix that rows share is computed once. More than planned were computed only where sequences had to give "
-        "up their memory, or a run was interrupted."
+        "up their memory, or a run was interrupted; fewer where a cache had kept them."
     )
     return Chart("sharing", "Prompt tokens, planned and computed", text, _finished(bars, 130))
 
