@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from batchgen.engine.planner import PrefixPlan
 
-LEVELS = 32
+LEVELS = 24
 """Depths at which the largest rectangle is looked for; where there are no more it is found exactly."""
 
 Node = tuple[int, int, int]
@@ -115,12 +115,14 @@ def _largest_rectangle(heights: NDArray[np.int64]) -> tuple[int, int, int]:
 
 
 def _levels(heights: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The different heights above 0, or some of them with equal parts of the area between."""
-    levels, counts = np.unique(heights[heights > 0], return_counts=True)
+    """The different heights above 0, or some of them at equal ratios: what is found is less than the largest by no more
+    than one of these.
+    """
+    levels = np.unique(heights[heights > 0])
     if len(levels) <= LEVELS:
         return levels
-    area = np.cumsum(levels * counts)
-    return levels[np.searchsorted(area, np.linspace(0, area[-1], LEVELS))]
+    wanted = np.geomspace(levels[0], levels[-1] * (1 - 1e-9), LEVELS)  # rounding must not lead beyond the last
+    return levels[np.unique(np.searchsorted(levels, wanted))]
 
 
 def _nested(nodes: list[Node], depth: int) -> tuple[SharedPrefix, ...]:

@@ -83,6 +83,16 @@ def test_of_prompts_that_continue_each_other_a_few_nodes_tell_nearly_all() -> No
     assert abs(first.rows - 150) < 10
 
 
+def test_a_large_prefix_is_found_among_many_depths() -> None:
+    """Tasks of so many rows, which share 300 tokens and some more, and with the task before less."""
+    rng = np.random.default_rng(0)
+    tasks = {0: 3000, 9: 200, 60: 5000, 50: 10, 20: 700}
+    shared = np.concatenate([[depth, *rng.integers(300, 400, rows - 1)] for depth, rows in tasks.items()])
+    tree = largest_prefixes(PrefixPlan(np.arange(len(shared)), shared, shared + 50), 2)
+    found = [(node.begin, node.end, node.depth) for node in tree.children]
+    assert (tree.depth, found) == (9, [(3200, 8200, 300), (0, 3000, 300)])
+
+
 @pytest.mark.parametrize("prompts", [[], [(1, 2)], [(1,), (2,)]])
 def test_nothing_shared_is_a_root_alone(prompts: list[Prompt]) -> None:
     tree = largest_prefixes(plan_of(prompts)[0], 10)
