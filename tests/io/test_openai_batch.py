@@ -37,7 +37,7 @@ def asked(tmp_path, requests, sampling=None):
     write(tmp_path / "a.jsonl", requests)
     spec = make_spec(tmp_path, {"path": str(tmp_path / "a.jsonl"), "format": "openai_batch"}, sampling)
     table = open_table(spec.input.path, format=spec.input.format)
-    reader = PromptReader(spec, Characters(), CHAT)
+    reader = PromptReader(spec, Characters(), CHAT, 100)
     reader.check(table)
     read = reader.read(table, Admission(100, 2**20, 1000), MemoryStore())
     found = {row.row_index: (row.failure.code, row.failure.message) for row in read.failures}
