@@ -5,6 +5,8 @@ A `BatchgenError` is printed as its one line, never as a traceback; `exit_code` 
 
 from typing import Literal
 
+from batchgen.shown import visible
+
 RowErrorCode = Literal[
     "prompt_missing",
     "prompt_too_long",
@@ -23,7 +25,7 @@ def shown(text: str) -> str:
     """A message on one printable line, with its middle left out where it is long: it may quote what a file holds."""
     if len(text) > LONGEST_MESSAGE:
         text = f"{text[: LONGEST_MESSAGE // 2]} … {text[-LONGEST_MESSAGE // 2 :]}"
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return visible(text)
 
 
 class BatchgenError(Exception):

@@ -21,7 +21,7 @@ def visible(text: str) -> str:
     """Control characters as escapes (a newline is `\\\\n`), so that a text stays on its line."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def json_text(value: Any, stream: TextIO | None = None) -> str:
