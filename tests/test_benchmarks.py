@@ -196,7 +196,7 @@ def test_batchgen_runs_a_table() -> None:
 @pytest.mark.parametrize("token_ids", [False, True])
 def test_a_large_table_is_what_it_is_said_to_be(tmp_path, monkeypatch, model_path, token_ids: bool) -> None:
     monkeypatch.setattr(scale, "DOCUMENTS", 5)
-    figures = scale.measure(tmp_path, rows=600, tokens=60, token_ids=token_ids, model=str(model_path))
+    figures = scale.measure(tmp_path, rows=600, tokens=60, token_ids=token_ids, whole_job=False, model=str(model_path))
     assert (figures["rows"], figures["failed_rows"]) == (600, 0)
     assert figures["prompt_tokens"] == pytest.approx(600 * 60, rel=0.1)
     assert figures["planned_tokens"] == pytest.approx(figures["least_tokens"], rel=0.1)

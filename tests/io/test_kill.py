@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.io.small_job import NEW, OLD, check, run, write_input
 
 fsync = os.fsync
-base, before = Path(sys.argv[1]), sys.argv[2]
+base, before, stride = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 write_input(base)
 
 
@@ -47,7 +47,6 @@ def child(count, job):
 kept_of = OLD if before.startswith("kept") else None
 how = {"fresh": before == "replaced", "reuse": kept_of is not None}
 last = 30 if before == "replaced" else 999  # clearing the old job is all that differs
-stride = {"kept": 2, "kept unfinished": 3}.get(before, 1)  # most is as in the others
 for count in range(0, last, stride):
     directory = base / "out"
     shutil.rmtree(directory, ignore_errors=True)
@@ -62,7 +61,7 @@ for count in range(0, last, stride):
     if untouched and before != "kept unfinished":
         assert child(-1, lambda: run(base, directory, OLD)) == 0
         check(directory, OLD)
-    if count % 2 and not untouched:
+    if (count // stride) % 2 and not untouched:
         how["reuse"] = False  # the job has the answers now
     again = {"fresh": untouched and how["fresh"], "reuse": how["reuse"]}
     assert child(-1, lambda: run(base, directory, NEW, **again)) == 0, count
@@ -73,9 +72,10 @@ print(count)
 """
 
 
-@pytest.mark.parametrize(("before", "least"), [("empty", 55), ("replaced", 29), ("kept", 70), ("kept unfinished", 70)])
-def test_killed_anywhere_and_finished_by_the_same_command(tmp_path, before, least):
-    command = [sys.executable, "-c", DRIVER, str(tmp_path), before]
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["often", "anywhere"])
+@pytest.mark.parametrize(("before", "least"), [("empty", 55), ("replaced", 28), ("kept", 70), ("kept unfinished", 70)])
+def test_killed_anywhere_and_finished_by_the_same_command(tmp_path, before, least, stride):
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), before, str(stride)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) >= least  # places to die in
