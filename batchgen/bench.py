@@ -48,6 +48,8 @@ KINDS = {
     records.HEAD: "head",
     records.PICK: "pick",
     records.SAMPLE: "sample",
+    records.ROWS: "rows",
+    records.WHOLE: "experts",
 }
 
 

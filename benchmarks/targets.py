@@ -188,7 +188,7 @@ def gemm_seconds(kernel: str, weights: str, threads: int) -> float:
         ops.sample_head(ops.final_norm(x, norm, 1e-5), head)
 
     sequences = SIZE // 32
-    rope = np.zeros((32, 8), np.float32)
+    rope = np.zeros((1, 32, 8), np.float32)
     shape, limits = ModelShape(SIZE, 32, 1, 1, 1, 16, vocab, 32), StepLimits(SIZE, sequences, sequences, 32)
     backend.build(forward, shape, limits, (rope, rope))
     batch = step_batch(StepShape("gemm", sequences, 32, 0), 32, vocab)

@@ -177,24 +177,62 @@ class StepResult:
 
 
 class Ops(Protocol):
-    """The operations a decoder is made of. Handles are the backend's own; shapes are (rows of the step, columns)."""
+    """The operations a decoder is made of. Handles are the backend's own; shapes are (rows of the step, columns).
+
+    The residual stream (of `embed`) and results of `linear` are changed in place by what adds to them or normalises
+    them. A result of a norm lasts until the next one, or until the next that is `kept`, too.
+    """
 
     def embed(self, table: Any) -> Any: ...
-    def rms_norm(self, x: Any, weight: Any, eps: float) -> Any: ...
+    def add_positions(self, x: Any, table: Any) -> Any:
+        """Add to each row that of `table` at the token's position."""
+        ...
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, kept: bool = False) -> Any: ...
+    def layer_norm(
+        self, x: Any, weight: Any, bias: Any | None, eps: float, kept: bool = False, final: bool = False
+    ) -> Any:
+        """`final`: of the rows that want logits, as `final_norm`."""
+        ...
+
+    def operand(self, x: Any) -> Any:
+        """The residual stream itself, to be multiplied."""
+        ...
+
     def linear(self, x: Any, weight: Any) -> Any: ...
-    def rope_and_cache(self, qkv: Any, layer: int) -> Any: ...
-    def attention(self, q: Any, layer: int) -> Any: ...
+    def add_bias(self, x: Any, bias: Any) -> Any: ...
+    def norm_columns(self, x: Any, first: int, groups: int, weight: Any, eps: float, centred: bool) -> Any:
+        """RMSNorm, or LayerNorm if `centred`, of as many columns from `first` on as `weight` has, in equal groups."""
+        ...
+
+    def rope_and_cache(self, qkv: Any, layer: int, table: int = 0) -> Any:
+        """`table`: which of the rotary tables that `build` was given."""
+        ...
+
+    def attention(self, q: Any, layer: int, window: int = 0, soft_cap: float = 0.0) -> Any:
+        """`window`: keys that a query sees, itself included (0: all). `soft_cap` c makes scores c * tanh(score / c)."""
+        ...
+
     def linear_add(self, x: Any, weight: Any, residual: Any) -> Any: ...
+    def add_normed(self, x: Any, weight: Any, eps: float, residual: Any) -> Any:
+        """Add the RMSNorm of a linear's result to the residual stream."""
+        ...
+
     def linear_swiglu(self, x: Any, weight: Any) -> Any: ...
+    def activate(self, x: Any, columns: int, kind: str, gated: bool) -> Any:
+        """`silu`, `gelu` or `gelu_tanh` of a linear's `columns`, if `gated` times as many that follow."""
+        ...
+
     def final_norm(self, x: Any, weight: Any, eps: float) -> Any: ...
-    def sample_head(self, x: Any, weight: Any) -> None: ...
+    def sample_head(self, x: Any, weight: Any, soft_cap: float = 0.0) -> None: ...
 
 
 class Backend(Protocol):
     """Weights, memory and execution on one device.
 
     `vector`, `table`, `linear` and `gated_pair` pack weights; linears are given as matrices (outputs, inputs) that are
-    laid side by side, as `Codes` only where `wants_codes`. `build` receives a function that calls `Ops`.
+    laid side by side, as `Codes` only where `wants_codes`. `build` receives a function that calls `Ops`, and the cosines
+    and sines of the rotary tables, each (tables, positions, head_dim / 2).
     `host_memory`: whether pages lie in the memory that the process itself uses. `kv_layout` names the order of a page's
     bytes.
     """

@@ -6,6 +6,8 @@ with what else is in a step.
 """
 
 from collections.abc import Callable, Sequence
+from math import erf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,10 +60,37 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return (x / np.sqrt(mean_square + eps) * weight).astype(np.float32)
 
 
-def swiglu(gate: Floats, up: Floats) -> Floats:
+def swiglu(gate: Floats, up: Floats | np.float32) -> Floats:
     """SiLU(gate) * up (Shazeer 2020)."""
     with np.errstate(over="ignore"):
         return (gate / (1 + np.exp(-gate.astype(np.float64))) * up).astype(np.float32)
+
+
+def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
+    """LayerNorm (Ba et al. 2016) over the last axis."""
+    centred = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float64)
+    normed = rms_norm(centred, weight, eps)
+    return normed if bias is None else normed + bias
+
+
+def gelu_tanh(x: Floats) -> Floats:
+    """GELU in the approximation by tanh (Hendrycks & Gimpel 2016)."""
+    wide = x.astype(np.float64)
+    return (0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))).astype(np.float32)
+
+
+def gelu(x: Floats) -> Floats:
+    """GELU by the error function."""
+    return (0.5 * x * (1 + np.vectorize(erf, otypes=[np.float64])(x / np.sqrt(2.0)))).astype(np.float32)
+
+
+def silu(x: Floats) -> Floats:
+    return swiglu(x, np.float32(1))
+
+
+def soft_capped(values: Any, cap: float) -> Any:
+    """cap * tanh(values / cap) (Gemma 2); a cap of 0 is none."""
+    return cap * np.tanh(values / cap) if cap else values
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
@@ -83,16 +112,17 @@ def log_softmax(logits: Floats) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def causal_attention(q: Floats, k: Floats, v: Floats) -> Floats:
+def causal_attention(q: Floats, k: Floats, v: Floats, window: int = 0, soft_cap: float = 0.0) -> Floats:
     """The last tokens of a sequence attend to all of it: q (T, heads, dim); k and v (n, kv_heads, dim), n >= T.
 
-    Query t has position n - T + t and sees the keys up to its own. Neighbouring heads share a KV head.
+    Query t has position n - T + t and sees the keys up to its own, or the last `window` of these. Neighbouring heads
+    share a KV head.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = (np.repeat(a, group, axis=1).astype(np.float64) for a in (k, v))
-    scores = np.einsum("thd,nhd->htn", q, keys) / np.sqrt(q.shape[-1])
-    future = np.arange(len(k)) > np.arange(len(k) - len(q), len(k))[:, None]
-    weights = softmax(np.where(future, -np.inf, scores))
+    scores = soft_capped(np.einsum("thd,nhd->htn", q, keys) / np.sqrt(q.shape[-1]), soft_cap)
+    distance = np.arange(len(k) - len(q), len(k))[:, None] - np.arange(len(k))
+    weights = softmax(np.where((distance < 0) | (distance >= (window or len(k))), -np.inf, scores))
     return np.einsum("htn,nhd->thd", weights, values).astype(np.float32)
 
 
@@ -105,7 +135,7 @@ def sequence_slots(batch: StepBatch, sequence: int, page_size: int) -> NDArray[n
 class EagerOps:
     """`Ops` that computes at once; handles are arrays of (rows, columns) float32.
 
-    keys, values: (layers, slots, kv_heads, head_dim). rope: cos and sin (positions, head_dim / 2).
+    keys, values: (layers, slots, kv_heads, head_dim). rope: cos and sin (tables, positions, head_dim / 2).
     `tokens` and `logprobs` are there after `sample_head`, `logits` with them.
     """
 
@@ -138,8 +168,35 @@ class EagerOps:
     def embed(self, table: Floats) -> Floats:
         return table[self._batch.input_ids]
 
-    def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
+    def add_positions(self, x: Floats, table: Floats) -> Floats:
+        return x + table[self._batch.positions]
+
+    def rms_norm(self, x: Floats, weight: Floats, eps: float, kept: bool = False) -> Floats:
         return rms_norm(x, weight, eps)
+
+    def layer_norm(
+        self, x: Floats, weight: Floats, bias: Floats | None, eps: float, kept: bool = False, final: bool = False
+    ) -> Floats:
+        return layer_norm(x[self._batch.logits_rows] if final else x, weight, bias, eps)
+
+    def operand(self, x: Floats) -> Floats:
+        return x
+
+    def add_bias(self, x: Floats, bias: Floats) -> Floats:
+        return x + bias
+
+    def norm_columns(self, x: Floats, first: int, groups: int, weight: Floats, eps: float, centred: bool) -> Floats:
+        end = first + len(weight)
+        parts, weights = x[:, first:end].reshape(len(x), groups, -1), weight.reshape(groups, -1)
+        normed = layer_norm(parts, weights, None, eps) if centred else rms_norm(parts, weights, eps)
+        return np.concatenate([x[:, :first], normed.reshape(len(x), -1), x[:, end:]], axis=1)
+
+    def add_normed(self, x: Floats, weight: Floats, eps: float, residual: Floats) -> Floats:
+        return residual + rms_norm(x, weight, eps)
+
+    def activate(self, x: Floats, columns: int, kind: str, gated: bool) -> Floats:
+        value = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}[kind](x[:, :columns])
+        return value * x[:, columns : 2 * columns] if gated else value
 
     def linear(self, x: Floats, weight: Floats) -> Floats:
         """With int8 weights the rows of `x` are rounded to int8 too, each with a scale of its own."""
@@ -152,17 +209,17 @@ class EagerOps:
         gate, up = weight
         return swiglu(self.linear(x, gate), self.linear(x, up))
 
-    def rope_and_cache(self, qkv: Floats, layer: int) -> Floats:
+    def rope_and_cache(self, qkv: Floats, layer: int, table: int = 0) -> Floats:
         """Rotate q and k, write k and v into the cache; returns q (T, heads, head_dim)."""
         batch, s = self._batch, self._shape
         heads = qkv.reshape(len(qkv), s.num_heads + 2 * s.num_kv_heads, s.head_dim)
         q, k, v = np.split(heads, [s.num_heads, s.num_heads + s.num_kv_heads], axis=1)
-        cos, sin = (table[batch.positions] for table in self._rope)
+        cos, sin = (values[table][batch.positions] for values in self._rope)
         self._keys[layer, batch.slot_mapping] = stored(rotate(k, cos, sin), self._kv_dtype)
         self._values[layer, batch.slot_mapping] = stored(v, self._kv_dtype)
         return rotate(q, cos, sin)
 
-    def attention(self, q: Floats, layer: int) -> Floats:
+    def attention(self, q: Floats, layer: int, window: int = 0, soft_cap: float = 0.0) -> Floats:
         """Sequence by sequence over its gathered KV, after the step's copies."""
         keys, values, batch = self._keys[layer], self._values[layer], self._batch
         sources, targets = batch.copies[:, 0], batch.copies[:, 1]
@@ -171,15 +228,15 @@ class EagerOps:
         for s in range(len(batch.seq_lens)):
             rows = slice(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1])
             slots = sequence_slots(batch, s, self._page_size)
-            out[rows] = causal_attention(q[rows], keys[slots], values[slots])
+            out[rows] = causal_attention(q[rows], keys[slots], values[slots], window, soft_cap)
         return out.reshape(len(q), -1)
 
     def final_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         return rms_norm(x[self._batch.logits_rows], weight, eps)
 
-    def sample_head(self, x: Floats, weight: Floats) -> None:
+    def sample_head(self, x: Floats, weight: Floats, soft_cap: float = 0.0) -> None:
         batch = self._batch
-        self.logits = self.linear(x, weight)
+        self.logits = soft_capped(self.linear(x, weight), np.float32(soft_cap))
         rows = batch.samples["row"]
         self.tokens = np.array([self._draw(sample) for sample in batch.samples], np.int32)
         asked = np.where(batch.samples["scored"], batch.samples["target"], self.tokens)

@@ -59,11 +59,11 @@ class ModelConfig:
         )
 
     def rope_table(self, positions: int | None = None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines, each (positions, head_dim / 2) float32, in float64; by default all of the context."""
+        """Cosines and sines, each (1, positions, head_dim / 2) float32, in float64; by default all of the context."""
         half = self.shape.head_dim // 2
         frequencies = self.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
         angles = np.arange(positions or self.shape.context_length, dtype=np.float64)[:, None] * frequencies
-        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        return np.cos(angles)[None].astype(np.float32), np.sin(angles)[None].astype(np.float32)
 
 
 def _require(metadata: Mapping[str, Any], key: str) -> Any:

@@ -85,7 +85,7 @@ def build(
 
 def rope_table(head_dim: int, length: int = 512) -> tuple[Floats, Floats]:
     angles = np.arange(length)[:, None] * 100.0 ** (-np.arange(head_dim // 2) * 2 / head_dim)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return np.cos(angles)[None].astype(np.float32), np.sin(angles)[None].astype(np.float32)
 
 
 def head(table: Floats, norm: Floats, weight: Floats, eps: float = 0.0) -> Callable[[Backend], Callable[[Ops], None]]:

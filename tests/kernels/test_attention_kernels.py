@@ -49,7 +49,7 @@ def tolerance(variant: Variant) -> float:
     return max(TOLERANCE[variant.kernel], 2e-3 if variant.kv == "bf16" else 0)
 
 
-def attention_program(shape: Heads, scale: float = 1.0):
+def attention_program(shape: Heads, scale: float = 1.0, **kind: Any):
     """The logits of a token are its attention output, head by head."""
     rng = np.random.default_rng(shape.head_dim)
     table = np.concatenate([signs(rng, TOKENS, 32), np.full((1, 32), np.nan, np.float32)])
@@ -63,7 +63,7 @@ def attention_program(shape: Heads, scale: float = 1.0):
 
         def forward(ops: Any) -> None:
             q = ops.rope_and_cache(ops.linear(ops.rms_norm(ops.embed(packed[0]), packed[1], 0.0), joined), 0)
-            ops.sample_head(ops.attention(q, 0), eye)
+            ops.sample_head(ops.attention(q, 0, **kind), eye)
 
         return forward
 

@@ -13,6 +13,8 @@ Two ways through an item, chosen once for a backend; `dim` is `head_dim` padded 
 How blocks of keys and values lie in memory for either is said in kv_cache.py.
 """
 
+from typing import Any
+
 import numpy as np
 
 from batchgen.kernels.cpu import simd, tiles
@@ -40,18 +42,31 @@ def set_item(item, row, rows, sequence, first, end, state, final):
     item[END], item[STATE], item[FINAL] = end, state, final
 
 
+@inlined
+def first_block(position, window, key_block):
+    """The block of the first key that a query at `position` sees."""
+    return max(np.int64(0), np.int64(position) + 1 - window) // key_block
+
+
 @compiled
-def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size, items):
+def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size, window, items):
     """Fill the work list for one step; returns (items over shared runs, items in all).
 
     Shared runs come first, since the rows beneath them start from their state. State rows are counted in whole items.
+    With a `window` (0: none) items begin at the first block of which a row sees a key; a shared item has one at least.
     """
     count = 0
     for g in range(shared_runs.shape[0]):
         first, end, pages = shared_runs[g]
         row, stop = cu_seqlens_q[first] * group, cu_seqlens_q[end] * group
+        begin, blocks = np.int64(0), pages * page_size // key_block
+        if window:
+            begin = blocks - 1
+            for s in range(first, end):
+                lowest = seq_lens[s] - (cu_seqlens_q[s + 1] - cu_seqlens_q[s])
+                begin = min(begin, first_block(lowest, window, key_block))
         while row < stop:
-            set_item(items[count], row, min(16, stop - row), first, 0, pages * page_size // key_block, count * 16, 0)
+            set_item(items[count], row, min(16, stop - row), first, begin, blocks, count * 16, 0)
             row += 16
             count += 1
     shared = count
@@ -68,7 +83,11 @@ def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size,
             rows = min(16, stop - row)
             last_position = seq_lens[s] - (cu_seqlens_q[s + 1] - (row + rows - 1) // group)
             carried = state + row - cu_seqlens_q[shared_runs[run, 0]] * group if inside else -1
-            set_item(items[count], row, rows, s, begin, last_position // key_block + 1, carried, 1)
+            here = begin
+            if window:
+                position = seq_lens[s] - (cu_seqlens_q[s + 1] - row // group)
+                here = max(begin, first_block(position, window, key_block))
+            set_item(items[count], row, rows, s, here, last_position // key_block + 1, carried, 1)
             row += 16
             count += 1
     return shared, count
@@ -244,22 +263,39 @@ def values_on_vectors(p, v, dim, rows, kv_bf16, acc):
             simd.store(acc + (r * dim + d) * 4, total)
 
 
-@helper
-def soften_row(scores, p, visible, stats, acc, dim):
-    """Online softmax of one row over one block; a row that sees none of the keys gets weights of zero."""
-    left = simd.keep_below(simd.load(scores), visible, LOWEST)
-    right = simd.keep_below(simd.load(scores + 64), visible - 16, LOWEST)
-    before, total = simd.read_f32(stats), simd.read_f32(stats + 4)
-    top = max(before, simd.reduce_max(simd.maximum(left, right)))
-    if top != before:
-        factor = simd.exp2(simd.broadcast(before) - simd.broadcast(top))
-        for d in range(0, dim * 4, 64):
-            simd.store(acc + d, simd.load(acc + d) * factor)
-        total = total * simd.reduce_max(factor)
-        simd.write_f32(stats, top)
-    highest = simd.broadcast(top)
-    left = simd.keep_below(simd.exp2(left - highest), visible, ZERO)
-    right = simd.keep_below(simd.exp2(right - highest), visible - 16, ZERO)
-    simd.write_f32(stats + 4, total + simd.reduce_add(left + right))
-    simd.store(p, left)
-    simd.store(p + 64, right)
+@inlined
+def first_keys(value, visible, window, fill):
+    """The lanes of the first `visible` keys, of the others `fill`."""
+    return simd.keep_below(value, visible, fill)
+
+
+@inlined
+def last_keys(value, visible, window, fill):
+    """Of these the last `window`."""
+    return simd.keep_from(simd.keep_below(value, visible, fill), visible - window, fill)
+
+
+def softener(keep: Any) -> Any:
+    """A function `(scores, p, visible, window, stats, acc, dim)`; `keep` is `first_keys` or `last_keys`."""
+
+    @helper
+    def soften_row(scores, p, visible, window, stats, acc, dim):
+        """Online softmax of one row over one block; a row that sees none of the keys gets weights of zero."""
+        left = keep(simd.load(scores), visible, window, LOWEST)
+        right = keep(simd.load(scores + 64), visible - 16, window, LOWEST)
+        before, total = simd.read_f32(stats), simd.read_f32(stats + 4)
+        top = max(before, simd.reduce_max(simd.maximum(left, right)))
+        if top != before:
+            factor = simd.exp2(simd.broadcast(before) - simd.broadcast(top))
+            for d in range(0, dim * 4, 64):
+                simd.store(acc + d, simd.load(acc + d) * factor)
+            total = total * simd.reduce_max(factor)
+            simd.write_f32(stats, top)
+        highest = simd.broadcast(top)
+        left = keep(simd.exp2(left - highest), visible, window, ZERO)
+        right = keep(simd.exp2(right - highest), visible - 16, window, ZERO)
+        simd.write_f32(stats + 4, total + simd.reduce_add(left + right))
+        simd.store(p, left)
+        simd.store(p + 64, right)
+
+    return soften_row

@@ -21,12 +21,13 @@ from batchgen.kernels.base import (
     StepResult,
     single_token_batch,
 )
-from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, records, sampling, tiles
-from batchgen.kernels.cpu.attend import scratch_bytes
+from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, records, row_kernels, sampling, tiles
+from batchgen.kernels.cpu.attend import scratch_bytes, shaped_attention
 from batchgen.kernels.cpu.codes import block_bytes
 from batchgen.kernels.cpu.features import available_kernels
 from batchgen.kernels.cpu.head import HEAD_ROWS
 from batchgen.kernels.cpu.linear import BLOCK_BYTES, INTEGERS_HEADER, PART_TILES, rows_at_once
+from batchgen.kernels.cpu.on_demand import Kernel, kernel_address
 from batchgen.kernels.cpu.records import FORMAT_CODES, FORMAT_INT8, FORMAT_PANELS, HEAD_PAIRS, PARTIAL_FIELDS
 
 ALIGNMENT, HUGE_PAGE = 4096, 2 << 20
@@ -78,6 +79,7 @@ class Packed:
     n: int
     layout: dict[str, int] = field(default_factory=dict)
     scales: NDArray[np.float32] | None = None  # of the columns, of int8
+    columns: int = 0  # of a vector, without padding
 
     @property
     def address(self) -> int:
@@ -203,7 +205,7 @@ class CpuBackend:
     def vector(self, values: NDArray[np.float32]) -> Packed:
         array = aligned_zeros(pad(len(values)), np.float32)
         array[: len(values)] = values
-        return Packed(array, len(array), 1)
+        return Packed(array, len(array), 1, columns=len(values))
 
     def table(self, rows: NDArray[np.float32]) -> Packed:
         count, k = rows.shape
@@ -280,7 +282,7 @@ class CpuBackend:
         limits: StepLimits,
         rope: tuple[NDArray[np.float32], NDArray[np.float32]],
     ) -> None:
-        """Record `forward` and allocate all that a step needs. `rope`: cos and sin (positions, head_dim / 2)."""
+        """Record `forward` and allocate all that a step needs. `rope`: cos and sin (tables, positions, head_dim / 2)."""
         if shape.head_dim % 16:
             raise ValueError(f"head_dim {shape.head_dim} is not a multiple of 16")
         if limits.page_size % KEY_BLOCK:
@@ -292,9 +294,14 @@ class CpuBackend:
         self._models = np.zeros(1, records.MODEL_DTYPE)
         self._steps = np.zeros(1, records.STEP_DTYPE)
         self._fill_model(rope)
-        recorder = Recorder(self, shape, self._tokens, self._rows)
+        recorder = Recorder(self, shape, self._tokens, self._rows, rope[0][0].nbytes)
         forward(recorder)
         self.operations = np.concatenate(recorder.ops)
+        self._unlinked = recorder.kernels
+        windows = {int(window) for window in self.operations["window"]} - {0}
+        if len(windows) > 1:
+            raise ValueError(f"attention has windows of {sorted(windows)} keys; one size is supported")
+        self._window = max(windows, default=0)
         self._reserve_scratch()
         self.operations["fused_end"] = program.fused_ends(self.operations)
         self._counters = self._keep("counters", len(self.operations) * program.COUNTERS_PER_OP, np.int64)
@@ -376,6 +383,7 @@ class CpuBackend:
         self._logits = self._keep("logits", rows * vocab, np.float32).reshape(rows, vocab)
         self._vocab_scratch = [(np.zeros(vocab, np.float32), np.zeros(vocab, np.int32)) for _ in range(self._threads)]
         items = 2 * (self._tokens * self._shape.num_heads // self._shape.num_kv_heads // 16 + self._rows + 16)
+        items *= 2 if self._window else 1
         self._items = np.zeros((items, attention.ITEM_FIELDS), np.int32)
 
     # Execution
@@ -386,13 +394,14 @@ class CpuBackend:
     def run(self, batch: StepBatch) -> StepResult:
         """Execute one step; see `StepBatch` for shapes."""
         shape, samples = self._shape, len(batch.samples)
-        group = shape.num_heads // shape.num_kv_heads
-        shared, items = attention.plan_items(
-            batch.cu_seqlens_q, batch.seq_lens, batch.shared_runs, group, KEY_BLOCK, self._limits.page_size, self._items
-        )
+        self._link()
+        shared, items = self._plan(batch, 0, 0)
+        window_shared, window_items = self._plan(batch, self._window, items) if self._window else (items, items)
         self._steps[0] = (
             batch.num_tokens, len(batch.logits_rows), samples, len(batch.copies), len(batch.cleared_pages), shared,
-            items, program.chunk_rows(batch.num_tokens, self._threads),
+            items, program.chunk_rows(batch.num_tokens, self._threads), len(batch.seq_lens), window_shared,
+            window_items, batch.positions.ctypes.data, batch.logits_rows.ctypes.data, batch.block_tables.ctypes.data,
+            batch.block_tables.shape[1], self._items.ctypes.data,
         )  # fmt: skip
         tokens, logprobs = np.zeros(samples, np.int32), np.zeros(samples, np.float32)
         self._counters[:] = 0
@@ -422,6 +431,21 @@ class CpuBackend:
             self._logits[:, : shape.vocab_size],
         )
 
+    def _plan(self, batch: StepBatch, window: int, begin: int) -> tuple[int, int]:
+        """Attention's work list from item `begin` on: ends of its items over shared runs, and of all."""
+        group = self._shape.num_heads // self._shape.num_kv_heads
+        shared, items = attention.plan_items(
+            batch.cu_seqlens_q, batch.seq_lens, batch.shared_runs, group, KEY_BLOCK, self._limits.page_size, window,
+            self._items[begin:],
+        )  # fmt: skip
+        return begin + shared, begin + items
+
+    def _link(self) -> None:
+        """Compile, or load, the kernels that are not part of the program, where that has not been done."""
+        for number, kernel in self._unlinked:
+            self.operations[number]["function"] = kernel_address(kernel)
+        self._unlinked = []
+
     def read_page(self, page: int) -> NDArray[np.uint8]:
         return self._pages[:, page].flatten()
 
@@ -437,10 +461,12 @@ class CpuBackend:
 class Recorder:
     """`Ops` that writes the program instead of computing."""
 
-    def __init__(self, backend: CpuBackend, shape: ModelShape, tokens: int, rows: int):
+    def __init__(self, backend: CpuBackend, shape: ModelShape, tokens: int, rows: int, rope_bytes: int):
         self._backend, self._shape, self._tokens, self._rows = backend, shape, tokens, rows
+        self._rope_bytes = rope_bytes  # of a table of cosines
         self._buffers: dict[Any, Buffer] = {}
         self.ops: list[NDArray[np.void]] = []
+        self.kernels: list[tuple[int, Kernel]] = []  # those that operations, by number, carry the address of
 
     def _buffer(self, role: str, columns: int, dtype: Any, rows: int | None = None) -> Buffer:
         """One buffer per role and width: layers take turns with them."""
@@ -451,7 +477,12 @@ class Recorder:
             self._buffers[key] = Buffer(array, columns)
         return self._buffers[key]
 
-    def _record(self, code: int, **fields: Any) -> None:
+    def _keep(self, *weights: Packed | None) -> None:
+        self._backend._kept += [weight.array for weight in weights if weight is not None]
+
+    def _record(self, code: int, kernel: Kernel | None = None, **fields: Any) -> None:
+        if kernel is not None:
+            self.kernels.append((len(self.ops), kernel))
         op = np.zeros(1, records.OP_DTYPE)
         op["code"] = code
         for name, value in fields.items():
@@ -473,21 +504,23 @@ class Recorder:
         self._backend._kept.append(weight.array)
         return out
 
-    def rms_norm(self, x: Buffer, weight: Packed, eps: float) -> Buffer:
-        return self._norm(x, weight, eps, self._buffer("normed", x.ld, self._backend._act_dtype), False)
+    def rms_norm(self, x: Buffer, weight: Packed, eps: float, kept: bool = False) -> Buffer:
+        out = self._buffer("kept" if kept else "normed", x.ld, self._backend._act_dtype)
+        return self._norm(x, weight, eps, out, False)
 
     def final_norm(self, x: Buffer, weight: Packed, eps: float) -> Buffer:
         return self._norm(x, weight, eps, self._buffer("final", x.ld, self._backend._act_dtype, self._rows), True)
 
     def _linear(
-        self, code: int, x: Buffer, weights: tuple[Packed, ...], out: Buffer, logits_rows: bool = False
-    ) -> Buffer:
+        self, code: int, x: Buffer, weights: tuple[Packed, ...], out: Buffer, logits_rows: bool = False,
+        kernel: Kernel | None = None, **fields: Any,
+    ) -> Buffer:  # fmt: skip
         column = 0
         for weight in weights:
             self._record(
-                code, logits_rows=logits_rows, x=x.address, w=weight.address, out=out.address + column * 4, k=weight.k,
+                code, kernel, logits_rows=logits_rows, x=x.address, w=weight.address, out=out.address + column * 4, k=weight.k,
                 n=weight.n, ld=out.ld, scales=0 if weight.scales is None else weight.scales.ctypes.data,
-                **weight.layout,
+                **weight.layout, **fields,
             )  # fmt: skip
             column += weight.n
             self._backend._kept += [weight.array] if weight.scales is None else [weight.array, weight.scales]
@@ -504,17 +537,73 @@ class Recorder:
         out = self._buffer("gated", weights[0].n, self._backend._act_dtype)
         return self._linear(records.LINEAR_SWIGLU, x, weights, out)
 
-    def rope_and_cache(self, qkv: Buffer, layer: int) -> Buffer:
-        self._record(records.ROPE, x=qkv.address, ld=qkv.ld, layer=layer)
+    def rope_and_cache(self, qkv: Buffer, layer: int, table: int = 0) -> Buffer:
+        self._record(records.ROPE, x=qkv.address, ld=qkv.ld, layer=layer, rope=table * self._rope_bytes)
         return qkv
 
-    def attention(self, q: Buffer, layer: int) -> Buffer:
+    def attention(self, q: Buffer, layer: int, window: int = 0, soft_cap: float = 0.0) -> Buffer:
         out = self._buffer("attended", pad(self._shape.num_heads * self._shape.head_dim), self._backend._act_dtype)
-        self._record(records.ATTENTION, out=out.address, n=out.ld, layer=layer)
+        self._record(
+            records.ATTENTION, shaped_attention if window or soft_cap else None, out=out.address, n=out.ld, layer=layer,
+            window=window, soft_cap=soft_cap,
+        )  # fmt: skip
         return out
 
-    def sample_head(self, x: Buffer, weights: tuple[Packed, ...]) -> None:
+    def layer_norm(
+        self, x: Buffer, weight: Packed, bias: Packed | None, eps: float, kept: bool = False, final: bool = False
+    ) -> Buffer:
+        role = "final" if final else "kept" if kept else "normed"
+        out = self._buffer(role, x.ld, self._backend._act_dtype, self._rows if final else None)
+        self._record(
+            records.ROWS, row_kernels.layer_norm_rows, logits_rows=final, x=x.address, w=weight.address, out=out.address,
+            bias=0 if bias is None else bias.address, k=x.ld, n=self._shape.hidden_size, ld=x.ld, eps=eps,
+        )  # fmt: skip
+        self._keep(weight, bias)
+        return out
+
+    def operand(self, x: Buffer) -> Buffer:
+        out = self._buffer("normed", x.ld, self._backend._act_dtype)
+        self._record(records.ROWS, row_kernels.operand_rows, x=x.address, out=out.address, k=x.ld, ld=x.ld)
+        return out
+
+    def add_bias(self, x: Buffer, bias: Packed) -> Buffer:
+        self._record(records.ROWS, row_kernels.bias_rows, bias=bias.address, out=x.address, k=bias.k, ld=x.ld)
+        self._keep(bias)
+        return x
+
+    def norm_columns(self, x: Buffer, first: int, groups: int, weight: Packed, eps: float, centred: bool) -> Buffer:
+        columns = weight.columns
+        self._record(
+            records.ROWS, row_kernels.norm_columns_rows, w=weight.address, out=x.address + first * 4, k=weight.k,
+            n=columns, width=columns // groups, ld=x.ld, eps=eps, kind=centred,
+        )  # fmt: skip
+        self._keep(weight)
+        return x
+
+    def add_normed(self, x: Buffer, weight: Packed, eps: float, residual: Buffer) -> Buffer:
+        self._record(
+            records.ROWS, row_kernels.add_normed_rows, x=x.address, w=weight.address, out=residual.address,
+            k=residual.ld, n=self._shape.hidden_size, ld=x.ld, eps=eps,
+        )  # fmt: skip
+        self._keep(weight)
+        return residual
+
+    def add_positions(self, x: Buffer, table: Packed) -> Buffer:
+        self._record(records.ROWS, row_kernels.add_position_rows, w=table.address, out=x.address, k=x.ld, ld=x.ld)
+        self._keep(table)
+        return x
+
+    def activate(self, x: Buffer, columns: int, kind: str, gated: bool) -> Buffer:
+        out = self._buffer("gated", pad(columns), self._backend._act_dtype)
+        self._record(
+            records.ROWS, row_kernels.activate_rows, x=x.address, out=out.address, k=out.ld, n=columns, ld=x.ld,
+            kind=records.ACTIVATIONS.index(kind), width=columns if gated else 0,
+        )  # fmt: skip
+        return out
+
+    def sample_head(self, x: Buffer, weights: tuple[Packed, ...], soft_cap: float = 0.0) -> None:
         none = Buffer(x.array, 0)
-        self._linear(records.HEAD, x, weights[:1], none, True)
+        kernel = row_kernels.cap_logits if soft_cap else None
+        self._linear(records.HEAD, x, weights[:1], none, True, kernel, soft_cap=soft_cap)
         self._record(records.PICK, logits_rows=True, n=weights[0].n)
         self._record(records.SAMPLE)

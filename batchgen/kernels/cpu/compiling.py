@@ -7,7 +7,8 @@ all kernel sources: after an edit anywhere nothing stale is found.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,23 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     Kernels divide as numpy does: an exception in one thread would leave the others waiting at a barrier.
     """
+    with _own_cache():
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+
+
+def compiled_callback(function: Callable[..., Any], signature: Any) -> Any:
+    """`numba.cfunc`, kept on disk: compiled at once, for functions that compiled ones call by their address."""
+    with _own_cache():
+        return numba.cfunc(signature, nopython=True, error_model="numpy", cache=True)(function)
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
     config: Any = numba.config
     before = config.CACHE_DIR
     config.CACHE_DIR = before or str(cache_directory())
     try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        yield
     finally:
         config.CACHE_DIR = before
 

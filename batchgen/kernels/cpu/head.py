@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from batchgen.kernels.cpu import attention, gemm, sampling, simd
+from batchgen.kernels.cpu import attention, gemm, on_demand, sampling, simd
 from batchgen.kernels.cpu.compiling import helper
 from batchgen.kernels.cpu.linear import BLOCK_BYTES, activation, pair_address, round_up, scaled_integers
+from batchgen.kernels.cpu.on_demand import address_of
 from batchgen.kernels.cpu.records import FORMAT_INT8, HEAD_PAIRS, PARTIAL_FIELDS
 
 HEAD_ROWS = 128
@@ -22,7 +23,7 @@ def count_head_items(op, rows):
 
 
 @helper
-def head_item(op, model, rows, item, needs_logits, scratch):
+def head_item(op, model, step, rows, item, needs_logits, scratch):
     """A group of the output head's columns: per row its maximum, where that is, and the sum of exponentials."""
     groups = head_groups(op)
     first, group = item // groups * HEAD_ROWS, item % groups
@@ -32,6 +33,11 @@ def head_item(op, model, rows, item, needs_logits, scratch):
     multiply_head(op, model, (first, end), (begin, stop), blocks, scratch)
     for row in range(first, end):
         c = blocks + (row - first) // 32 * HEAD_PAIRS * BLOCK_BYTES + (row - first) % 32 * 128
+        if op.function:
+            blocks_end = c + (stop - begin) * BLOCK_BYTES
+            on_demand.call(
+                op.function, address_of(op), address_of(model), address_of(step), c, blocks_end, BLOCK_BYTES, scratch
+            )
         hide_padding(model, c, begin, stop)
         partial = model.partial + (row * groups + group) * PARTIAL_FIELDS * 4
         head_row(c, begin * 32, stop - begin, partial)

@@ -8,7 +8,7 @@ into items.
 
 import numpy as np
 
-from batchgen.kernels.cpu import gemm, kv_cache, sampling, simd, tiles
+from batchgen.kernels.cpu import gemm, kv_cache, on_demand, sampling, simd, tiles
 from batchgen.kernels.cpu.attend import attention_level
 from batchgen.kernels.cpu.compiling import compiled, helper, spliced
 from batchgen.kernels.cpu.head import count_head_items, head_item, pick_row
@@ -22,6 +22,7 @@ from batchgen.kernels.cpu.linear import (
     store_any,
     tile_address,
 )
+from batchgen.kernels.cpu.on_demand import address_of
 from batchgen.kernels.cpu.records import (
     ATTENTION,
     CLEAR,
@@ -33,10 +34,12 @@ from batchgen.kernels.cpu.records import (
     NORM,
     PICK,
     ROPE,
+    ROWS,
     SAMPLE,
+    WHOLE,
 )
 
-ROW_BY_ROW = (EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE)
+ROW_BY_ROW = (EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE, ROWS)
 LEAST_ROWS, MOST_ROWS = 96, 256
 """Per chunk: fewer do not pay for reading all weights, more leave the second-level cache."""
 
@@ -108,7 +111,8 @@ def rope_rows(op, model, positions, slot_mapping, first, end, scratch):
     fill_zeros(scratch, model.dim * 4)
     for t in range(first, end):
         source = op.x + t * op.ld * 4
-        cos, sin = model.cos + np.int64(positions[t]) * half * 4, model.sin + np.int64(positions[t]) * half * 4
+        angle = op.rope + np.int64(positions[t]) * half * 4
+        cos, sin = model.cos + angle, model.sin + angle
         for h in range(model.heads):
             rotate(source + h * d * 4, scratch, cos, sin, half, model.q_scale)
             row = (h // model.group) * model.max_tokens * model.group + t * model.group + h % model.group
@@ -149,7 +153,7 @@ def cache_values(op, model, slot_mapping, first, end, scratch):
 @helper
 def count_items(op, model, step):
     rows = step.rows if op.logits_rows else step.tokens
-    if op.code == EMBED or op.code == NORM or op.code == ROPE:
+    if op.code == EMBED or op.code == NORM or op.code == ROPE or op.code == ROWS:
         return (rows + 15) // 16
     if op.code == LINEAR or op.code == LINEAR_ADD or op.code == LINEAR_SWIGLU:
         return count_linear_items(op, model, rows)
@@ -162,8 +166,14 @@ def count_items(op, model, step):
     return step.samples
 
 
+@helper
+def call(op, model, step, first, end, counter, scratch):
+    """An operation whose kernel is not part of the program; see on_demand.py."""
+    on_demand.call(op.function, address_of(op), address_of(model), address_of(step), first, end, counter, scratch)
+
+
 @spliced
-def do_rows(op, model, first, end, scratch, arrays):
+def do_rows(op, model, step, first, end, scratch, arrays):
     """An operation that looks at one row at a time, on some of the step's rows."""
     if op.code == EMBED:
         embed_rows(op, model, arrays.input_ids, first, end)
@@ -171,6 +181,8 @@ def do_rows(op, model, first, end, scratch, arrays):
         norm_rows(op, model, arrays.logits_rows, first, end)
     elif op.code == ROPE:
         rope_rows(op, model, arrays.positions, arrays.slot_mapping, first, end, scratch)
+    elif op.code == ROWS:
+        call(op, model, step, first, end, 0, scratch)
     else:
         linear(op, model, (first, end), (0, count_pairs(op)), scratch)
 
@@ -184,13 +196,13 @@ def do_item(op, model, step, item, scratch, arrays, vocab_scratch):
     elif op.code == CLEAR:
         kv_cache.clear_page(model, np.int64(arrays.cleared_pages[item // model.layers]), item % model.layers)
     elif op.code == HEAD:
-        head_item(op, model, rows, item, arrays.needs_logits, scratch)
+        head_item(op, model, step, rows, item, arrays.needs_logits, scratch)
     elif op.code == PICK:
         pick_row(op, model, item, arrays.best, arrays.best_logit, arrays.log_sum)
     elif op.code == SAMPLE:
         sample_item(model, item, arrays, vocab_scratch)
     else:
-        do_rows(op, model, item * 16, min(rows, item * 16 + 16), scratch, arrays)
+        do_rows(op, model, step, item * 16, min(rows, item * 16 + 16), scratch, arrays)
 
 
 @helper
@@ -239,12 +251,23 @@ def attend(op, model, step, arrays, counter, generation, scratch):
         copy_level(op, model, arrays, step.copies, counter + 16)
         generation += 1
         wait_for_all(model.barrier, model.threads, generation)
-    if step.shared_items:
-        attention_level(op, model, arrays, 0, step.shared_items, counter + 8, scratch)
+    first, shared, end = 0, step.shared_items, step.items
+    if op.window:
+        first, shared, end = step.items, step.window_shared, step.window_items
+    if shared > first:
+        attend_level(op, model, step, arrays, first, shared, counter + 8, scratch)
         generation += 1
         wait_for_all(model.barrier, model.threads, generation)
-    attention_level(op, model, arrays, step.shared_items, step.items, counter, scratch)
+    attend_level(op, model, step, arrays, shared, end, counter, scratch)
     return generation
+
+
+@spliced
+def attend_level(op, model, step, arrays, first, end, counter, scratch):
+    if op.function:
+        call(op, model, step, first, end, counter, scratch)
+    else:
+        attention_level(op, model, arrays.positions, arrays.block_tables, arrays.items, first, end, counter, scratch)
 
 
 @spliced
@@ -258,7 +281,7 @@ def by_rows(ops, first, end, model, step, scratch, arrays, times):
         for i in range(first, end):
             began = simd.now_ns(scratch)
             forget_activation(ops[i], model, scratch)
-            do_rows(ops[i], model, row, min(step.tokens, row + step.chunk), scratch, arrays)
+            do_rows(ops[i], model, step, row, min(step.tokens, row + step.chunk), scratch, arrays)
             times[i, 0] += simd.now_ns(scratch) - began
 
 
@@ -314,6 +337,8 @@ def run(ops, models, steps, arrays, thread, vocab_scratch, times):
             if op.code == ATTENTION:
                 counter = model.counters + i * COUNTERS_PER_OP * 8
                 generation = attend(op, model, step, arrays, counter, generation, scratch)
+            elif op.code == WHOLE:
+                call(op, model, step, 0, step.tokens, model.counters + i * COUNTERS_PER_OP * 8, scratch)
             else:
                 by_items(op, i, model, step, scratch, arrays, vocab_scratch)
             times[i, 0] += simd.now_ns(scratch) - began

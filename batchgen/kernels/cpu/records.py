@@ -2,7 +2,7 @@
 
 import numpy as np
 
-EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE, CLEAR, ATTENTION, HEAD, PICK, SAMPLE = range(11)
+EMBED, NORM, LINEAR, LINEAR_ADD, LINEAR_SWIGLU, ROPE, CLEAR, ATTENTION, HEAD, PICK, SAMPLE, ROWS, WHOLE = range(13)
 
 FORMAT_PANELS, FORMAT_CODES, FORMAT_INT8 = range(3)
 """Panels that a kernel multiplies as they lie; codes that are expanded to such; integers (see gemm.py)."""
@@ -26,6 +26,17 @@ OP_DTYPE = np.dtype(
         ("layer", np.int64),
         ("fused_end", np.int64),  # end of the operations from this one on that look at one row at a time
         ("eps", np.float64),
+        ("function", np.int64),  # address of a kernel of on_demand.py, where the operation is or has one
+        ("bias", np.int64),  # address of what is added to every row
+        ("width", np.int64),  # columns of a group, of those that are normalised apart
+        ("kind", np.int64),  # ACTIVATION_*, or whether a norm is centred
+        ("rope", np.int64),  # bytes from the first table of cosines, or sines, to the layer's own
+        ("window", np.int64),  # keys that a query sees, itself included; 0: all
+        ("soft_cap", np.float64),  # limit of scores or logits, 0: none
+        ("experts", np.int64),  # address of `OP_DTYPE` records, one per expert
+        ("expert_count", np.int64),
+        ("chosen", np.int64),  # experts of a token
+        ("routes", np.int64),  # address of int32, see experts.py
     ],
     align=True,
 )
@@ -71,9 +82,19 @@ MODEL_DTYPE = np.dtype(
 )
 
 STEP_DTYPE = np.dtype(
-    [(name, np.int64) for name in ("tokens", "rows", "samples", "copies", "cleared", "shared_items", "items", "chunk")],
+    [
+        (name, np.int64)
+        for name in (
+            "tokens", "rows", "samples", "copies", "cleared", "shared_items", "items", "chunk",
+            "sequences", "window_shared", "window_items",  # of the list for layers with a window, which follows the other one
+            "positions", "logits_rows", "block_tables", "table_columns", "work",  # addresses, but for the columns
+        )
+    ],
     align=True,
-)
+)  # fmt: skip
+
+ACTIVATIONS = "silu", "gelu", "gelu_tanh"
+ACTIVATION_SILU, ACTIVATION_GELU, ACTIVATION_GELU_TANH = range(3)
 
 HEAD_PAIRS = 8
 """Pairs of weight panels of the output head per work item."""

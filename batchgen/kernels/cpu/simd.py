@@ -413,6 +413,34 @@ def keep_below(typingctx, value, count, fill):
 
 
 @intrinsic
+def keep_from(typingctx, value, count, fill):
+    """`value` in the lanes from `count` on, `fill` in the others."""
+
+    def codegen(context, builder, sig, args):
+        value, count, fill = args
+        limit = splat(builder, builder.trunc(count, I32), VI32)
+        return builder.select(builder.icmp_signed("<", lane_numbers(), limit), splat(builder, fill, V32), value)
+
+    return f32x16(f32x16, INT64, FLOAT32), codegen
+
+
+@intrinsic
+def keep_within(typingctx, value, limits, number, window, fill):
+    """`value` in the lanes whose int32 in the sixteen at address `limits` is more than `number`, by at most `window`."""
+
+    def codegen(context, builder, sig, args):
+        value, address, number, window, fill = args
+        limits = builder.load(pointer(builder, address, VI32))
+        limits.align = 4
+        above = builder.sub(limits, splat(builder, builder.trunc(number, I32), VI32))
+        before = builder.icmp_signed(">", above, int_constant(0))
+        within = builder.icmp_signed("<=", above, splat(builder, builder.trunc(window, I32), VI32))
+        return builder.select(builder.and_(before, within), value, splat(builder, fill, V32))
+
+    return f32x16(f32x16, INT64, INT64, INT64, FLOAT32), codegen
+
+
+@intrinsic
 def keep_above(typingctx, value, limits, number, fill):
     """`value` in the lanes whose int32 in the sixteen at address `limits` exceeds `number`, `fill` in the others."""
 
