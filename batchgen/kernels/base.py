@@ -223,6 +223,17 @@ class Ops(Protocol):
         """`silu`, `gelu` or `gelu_tanh` of a linear's `columns`, if `gated` times as many that follow."""
         ...
 
+    def add_experts(
+        self, x: Any, routing: Any, gate_up: Sequence[Any], down: Sequence[Any], chosen: int, normalised: bool,
+        residual: Any,
+    ) -> Any:  # fmt: skip
+        """Add to each row its `chosen` experts' results, each a SwiGLU and a linear (Shazeer et al. 2017).
+
+        Their shares are the softmax of the `routing` row over all experts, `normalised` to sum to 1 or not; of equal
+        ones the first experts are chosen.
+        """
+        ...
+
     def final_norm(self, x: Any, weight: Any, eps: float) -> Any: ...
     def sample_head(self, x: Any, weight: Any, soft_cap: float = 0.0) -> None: ...
 
@@ -231,7 +242,7 @@ class Backend(Protocol):
     """Weights, memory and execution on one device.
 
     `vector`, `table`, `linear` and `gated_pair` pack weights; linears are given as matrices (outputs, inputs) that are
-    laid side by side, as `Codes` only where `wants_codes`. `build` receives a function that calls `Ops`, and the cosines
+    laid side by side, as `Codes` only where `wants_codes`. `build` receives a function that calls `Ops`, and cosines
     and sines of the rotary tables, each (tables, positions, head_dim / 2).
     `host_memory`: whether pages lie in the memory that the process itself uses. `kv_layout` names the order of a page's
     bytes.

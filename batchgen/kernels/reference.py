@@ -47,7 +47,7 @@ def round_int8(values: Floats, group: int) -> Floats:
     size = values.shape[-1]
     padded = np.zeros((*values.shape[:-1], -(-size // group) * group), np.float32)
     padded[..., :size] = values
-    groups = padded.reshape(*values.shape[:-1], -1, group)
+    groups = padded.reshape(*values.shape[:-1], padded.shape[-1] // group, group)
     largest = np.abs(groups).max(axis=-1, keepdims=True)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 1e-35)
     codes = np.rint(groups * inverse)
@@ -68,7 +68,7 @@ def swiglu(gate: Floats, up: Floats | np.float32) -> Floats:
 
 def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
     """LayerNorm (Ba et al. 2016) over the last axis."""
-    centred = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float64)
+    centred = (x - np.mean(x, axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
     normed = rms_norm(centred, weight, eps)
     return normed if bias is None else normed + bias
 
@@ -86,6 +86,15 @@ def gelu(x: Floats) -> Floats:
 
 def silu(x: Floats) -> Floats:
     return swiglu(x, np.float32(1))
+
+
+def expert_shares(routing: Floats, chosen: int, normalised: bool) -> Floats:
+    """(rows, experts): the softmax over all, zero but for the `chosen` largest, the first of equal ones."""
+    shares = softmax(routing.astype(np.float64))
+    order = np.argsort(-routing, axis=1, kind="stable")[:, chosen:]
+    np.put_along_axis(shares, order, 0.0, axis=1)
+    total = shares.sum(axis=1, keepdims=True) if normalised else 1.0
+    return (shares / total).astype(np.float32)
 
 
 def soft_capped(values: Any, cap: float) -> Any:
@@ -209,6 +218,18 @@ class EagerOps:
         gate, up = weight
         return swiglu(self.linear(x, gate), self.linear(x, up))
 
+    def add_experts(
+        self, x: Floats, routing: Floats, gate_up: Sequence[tuple[Floats, Floats]], down: Sequence[Floats], chosen: int,
+        normalised: bool, residual: Floats,
+    ) -> Floats:  # fmt: skip
+        """Expert by expert, in order, for the rows that chose it."""
+        shares, out = expert_shares(routing[:, : len(down)], chosen, normalised), residual.copy()
+        for expert in range(len(down)):
+            rows = np.flatnonzero(shares[:, expert])
+            results = self.linear(self.linear_swiglu(x[rows], gate_up[expert]), down[expert])
+            out[rows] += shares[rows, expert, None] * results
+        return out
+
     def rope_and_cache(self, qkv: Floats, layer: int, table: int = 0) -> Floats:
         """Rotate q and k, write k and v into the cache; returns q (T, heads, head_dim)."""
         batch, s = self._batch, self._shape
@@ -236,7 +257,7 @@ class EagerOps:
 
     def sample_head(self, x: Floats, weight: Floats, soft_cap: float = 0.0) -> None:
         batch = self._batch
-        self.logits = soft_capped(self.linear(x, weight), np.float32(soft_cap))
+        self.logits = soft_capped(self.linear(x, weight), soft_cap)
         rows = batch.samples["row"]
         self.tokens = np.array([self._draw(sample) for sample in batch.samples], np.int32)
         asked = np.where(batch.samples["scored"], batch.samples["target"], self.tokens)

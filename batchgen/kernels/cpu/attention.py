@@ -59,7 +59,8 @@ def plan_items(cu_seqlens_q, seq_lens, shared_runs, group, key_block, page_size,
     for g in range(shared_runs.shape[0]):
         first, end, pages = shared_runs[g]
         row, stop = cu_seqlens_q[first] * group, cu_seqlens_q[end] * group
-        begin, blocks = np.int64(0), pages * page_size // key_block
+        blocks = pages * page_size // key_block
+        begin = blocks * 0
         if window:
             begin = blocks - 1
             for s in range(first, end):

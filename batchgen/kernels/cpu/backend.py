@@ -21,7 +21,18 @@ from batchgen.kernels.base import (
     StepResult,
     single_token_batch,
 )
-from batchgen.kernels.cpu import attention, gemm, kv_cache, pack, program, records, row_kernels, sampling, tiles
+from batchgen.kernels.cpu import (
+    attention,
+    experts,
+    gemm,
+    kv_cache,
+    pack,
+    program,
+    records,
+    row_kernels,
+    sampling,
+    tiles,
+)
 from batchgen.kernels.cpu.attend import scratch_bytes, shaped_attention
 from batchgen.kernels.cpu.codes import block_bytes
 from batchgen.kernels.cpu.features import available_kernels
@@ -282,7 +293,7 @@ class CpuBackend:
         limits: StepLimits,
         rope: tuple[NDArray[np.float32], NDArray[np.float32]],
     ) -> None:
-        """Record `forward` and allocate all that a step needs. `rope`: cos and sin (tables, positions, head_dim / 2)."""
+        """Record `forward` and allocate all that a step needs. `rope`: cos, sin (tables, positions, head_dim / 2)."""
         if shape.head_dim % 16:
             raise ValueError(f"head_dim {shape.head_dim} is not a multiple of 16")
         if limits.page_size % KEY_BLOCK:
@@ -458,6 +469,23 @@ class CpuBackend:
             self._crew.close()
 
 
+def operation(code: int, **fields: Any) -> NDArray[np.void]:
+    """A record of a program, (1,)."""
+    op = np.zeros(1, records.OP_DTYPE)
+    op["code"] = code
+    for name, value in fields.items():
+        op[name] = value
+    return op
+
+
+def weight_fields(weight: Packed, x: Buffer, out: Buffer, column: int = 0) -> dict[str, int]:
+    """What an operation says of a product whose results begin at a column."""
+    return {
+        "x": x.address, "w": weight.address, "out": out.address + column * 4, "k": weight.k, "n": weight.n,
+        "ld": out.ld, "scales": 0 if weight.scales is None else weight.scales.ctypes.data, **weight.layout,
+    }  # fmt: skip
+
+
 class Recorder:
     """`Ops` that writes the program instead of computing."""
 
@@ -483,11 +511,7 @@ class Recorder:
     def _record(self, code: int, kernel: Kernel | None = None, **fields: Any) -> None:
         if kernel is not None:
             self.kernels.append((len(self.ops), kernel))
-        op = np.zeros(1, records.OP_DTYPE)
-        op["code"] = code
-        for name, value in fields.items():
-            op[name] = value
-        self.ops.append(op)
+        self.ops.append(operation(code, **fields))
 
     def embed(self, table: Packed) -> Buffer:
         out = self._buffer("residual", table.k, np.float32)
@@ -517,11 +541,7 @@ class Recorder:
     ) -> Buffer:  # fmt: skip
         column = 0
         for weight in weights:
-            self._record(
-                code, kernel, logits_rows=logits_rows, x=x.address, w=weight.address, out=out.address + column * 4, k=weight.k,
-                n=weight.n, ld=out.ld, scales=0 if weight.scales is None else weight.scales.ctypes.data,
-                **weight.layout, **fields,
-            )  # fmt: skip
+            self._record(code, kernel, logits_rows=logits_rows, **weight_fields(weight, x, out, column), **fields)
             column += weight.n
             self._backend._kept += [weight.array] if weight.scales is None else [weight.array, weight.scales]
         return out
@@ -555,8 +575,9 @@ class Recorder:
         role = "final" if final else "kept" if kept else "normed"
         out = self._buffer(role, x.ld, self._backend._act_dtype, self._rows if final else None)
         self._record(
-            records.ROWS, row_kernels.layer_norm_rows, logits_rows=final, x=x.address, w=weight.address, out=out.address,
-            bias=0 if bias is None else bias.address, k=x.ld, n=self._shape.hidden_size, ld=x.ld, eps=eps,
+            records.ROWS, row_kernels.layer_norm_rows, logits_rows=final, x=x.address, w=weight.address,
+            out=out.address, bias=0 if bias is None else bias.address, k=x.ld, n=self._shape.hidden_size, ld=x.ld,
+            eps=eps,
         )  # fmt: skip
         self._keep(weight, bias)
         return out
@@ -600,6 +621,39 @@ class Recorder:
             kind=records.ACTIVATIONS.index(kind), width=columns if gated else 0,
         )  # fmt: skip
         return out
+
+    def add_experts(
+        self, x: Buffer, routing: Buffer, gate_up: Sequence[tuple[Packed, ...]], down: Sequence[tuple[Packed, ...]],
+        chosen: int, normalised: bool, residual: Buffer,
+    ) -> Buffer:  # fmt: skip
+        sizes = self._tokens, chosen, len(down)
+        routes = self._buffer("routes", experts.routes_size(*sizes), np.int32, 1)
+        common: dict[str, Any] = {"routes": routes.address, "chosen": chosen, "expert_count": len(down)}
+        places = experts.most_places(*sizes)
+        grouped = self._buffer("grouped", x.ld, self._backend._act_dtype, places)
+        gated = self._buffer("grouped gated", gate_up[0][0].n, self._backend._act_dtype, places)
+        results = self._buffer("grouped results", down[0][0].n, np.float32, places)
+        self._record(records.ROWS, experts.route_rows, x=routing.address, ld=routing.ld, kind=normalised, **common)
+        self._record(records.WHOLE, experts.group_rows, **common)
+        self._record(records.WHOLE, experts.gather_rows, x=x.address, out=grouped.address, k=x.ld, **common)
+        self._multiply_experts(records.LINEAR_SWIGLU, grouped, gate_up, gated, common)
+        self._multiply_experts(records.LINEAR, gated, down, results, common)
+        self._record(
+            records.ROWS, experts.combine_rows, x=results.address, out=residual.address, k=residual.ld, ld=results.ld,
+            **common,
+        )  # fmt: skip
+        return residual
+
+    def _multiply_experts(
+        self, code: int, x: Buffer, weights: Sequence[tuple[Packed, ...]], out: Buffer, common: dict[str, Any]
+    ) -> None:
+        """An operation for all, which knows what scratch it needs, and in a table one for each expert."""
+        fields = [weight_fields(weight, x, out) for (weight,) in weights]
+        own = np.concatenate([operation(code, **each) for each in fields])
+        self._backend._kept.append(own)
+        self._record(records.WHOLE, experts.multiply_experts, experts=own.ctypes.data, **fields[0], **common)
+        for (weight,) in weights:
+            self._backend._kept += [weight.array] if weight.scales is None else [weight.array, weight.scales]
 
     def sample_head(self, x: Buffer, weights: tuple[Packed, ...], soft_cap: float = 0.0) -> None:
         none = Buffer(x.array, 0)

@@ -44,7 +44,8 @@ def compiled(function: Callable[..., Any]) -> Any:
 def compiled_callback(function: Callable[..., Any], signature: Any) -> Any:
     """`numba.cfunc`, kept on disk: compiled at once, for functions that compiled ones call by their address."""
     with _own_cache():
-        return numba.cfunc(signature, nopython=True, error_model="numpy", cache=True)(function)
+        options: dict[str, Any] = {"nopython": True, "error_model": "numpy", "cache": True}
+        return numba.cfunc(signature, **options)(function)
 
 
 @contextmanager

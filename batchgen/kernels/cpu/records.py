@@ -86,7 +86,7 @@ STEP_DTYPE = np.dtype(
         (name, np.int64)
         for name in (
             "tokens", "rows", "samples", "copies", "cleared", "shared_items", "items", "chunk",
-            "sequences", "window_shared", "window_items",  # of the list for layers with a window, which follows the other one
+            "sequences", "window_shared", "window_items",  # of the list for layers with a window, after the other one
             "positions", "logits_rows", "block_tables", "table_columns", "work",  # addresses, but for the columns
         )
     ],

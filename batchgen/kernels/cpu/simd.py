@@ -426,7 +426,7 @@ def keep_from(typingctx, value, count, fill):
 
 @intrinsic
 def keep_within(typingctx, value, limits, number, window, fill):
-    """`value` in the lanes whose int32 in the sixteen at address `limits` is more than `number`, by at most `window`."""
+    """`value` in the lanes whose int32 of sixteen at address `limits` is more than `number`, by at most `window`."""
 
     def codegen(context, builder, sig, args):
         value, address, number, window, fill = args
