@@ -20,9 +20,11 @@ from batchgen.io.gguf_codes import UNPACKERS
 from batchgen.io.gguf_file import GGUFFile, TensorInfo
 from batchgen.io.model_source import file_sha256, resolve_source
 from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
+from batchgen.models.architectures import BY_GGUF_NAME
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import forward
-from batchgen.models.weights import load_llama
+from batchgen.models.rope import Rope
+from batchgen.models.weights import load_weights
 from batchgen.shown import counted
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.text.chat_template import ChatTemplate
@@ -181,10 +183,11 @@ def _load(model: ModelFile, backend: Backend, limits: StepLimits, on_message: Ca
     start = time.perf_counter()
     config = model.config
     try:
-        weights = load_llama(model, config, backend)
+        weights = load_weights(model, config, backend)
     except ModelError as error:
         raise ModelError(f"{model.file.path}: {error}") from None
-    rope = config.rope_table(min(config.shape.context_length, limits.num_pages * limits.page_size))
+    positions = min(config.shape.context_length, limits.num_pages * limits.page_size)
+    rope = config.rope_tables(positions, weights.rope_factors)
     backend.build(lambda ops: forward(ops, config, weights), config.shape, limits, rope)
     loaded = time.perf_counter()
     compile_kernels(backend, on_message)
@@ -218,15 +221,15 @@ def compile_all(numerics: Numerics, on_message: Callable[[str], None]) -> None:
     """Compile the kernels without a model, on a tiny one made up here."""
     backend = make_backend(numerics, 1)
     shape = ModelShape(32, 32, 1, 2, 1, 16, 64, 32)
-    config = ModelConfig("llama", "tiny", shape, 1e-5, 10000.0)
-    weights = load_llama(_Zeros(shape), config, backend)
+    config = ModelConfig(BY_GGUF_NAME["llama"], "gguf", "tiny", shape, 1e-5, (Rope(shape.head_dim),))
+    weights = load_weights(_Zeros(shape), config, backend)
     limits = StepLimits(max_tokens=32, max_seqs=1, num_pages=1, page_size=32)
-    backend.build(lambda ops: forward(ops, config, weights), shape, limits, config.rope_table())
+    backend.build(lambda ops: forward(ops, config, weights), shape, limits, config.rope_tables())
     compile_kernels(backend, on_message)
     backend.close()
     for other in {"fp32", "bf16", "native", "int8"} - {numerics.weights}:  # what packs them is compiled, too
         kernel = "portable" if other == "fp32" else numerics.kernel
-        load_llama(_Zeros(shape), config, make_backend(Numerics(kernel, other, numerics.kv_dtype), 1))
+        load_weights(_Zeros(shape), config, make_backend(Numerics(kernel, other, numerics.kv_dtype), 1))
 
 
 class _Zeros:
@@ -273,7 +276,7 @@ def describe_model(source: str, path: Path, model: ModelFile) -> dict[str, Any]:
     shape, types = model.config.shape, sorted({t.type_name for t in model.file.tensors.values()})
     return {
         "name": model.config.name,
-        "architecture": model.config.architecture,
+        "architecture": model.config.architecture.name,
         "file": str(path),
         "file_bytes": path.stat().st_size,
         "parameters": sum(prod(t.shape) for t in model.file.tensors.values()),
@@ -287,7 +290,7 @@ def describe_model(source: str, path: Path, model: ModelFile) -> dict[str, Any]:
         "heads": shape.num_heads,
         "key_value_heads": shape.num_kv_heads,
         "head_size": shape.head_dim,
-        "rope_theta": model.config.rope_theta,
+        "rope_theta": model.config.ropes[0].theta,
         "tied_output": "output.weight" not in model.file.tensors,
         "bos_token": model.tokenizer.bos_token,
         "end_tokens": ", ".join(model.tokenizer.token_text(i) for i in sorted(model.tokenizer.eos_token_ids)),

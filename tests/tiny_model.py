@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.kernels.base import SAMPLE_DTYPE, Backend, Codes, Matrix, ModelShape, StepBatch, StepLimits
+from batchgen.models.architectures import BY_GGUF_NAME
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import forward
-from batchgen.models.weights import load_llama
+from batchgen.models.rope import Rope
+from batchgen.models.weights import load_weights
 
 LIMITS = StepLimits(max_tokens=256, max_seqs=32, num_pages=64, page_size=32)
 
@@ -34,7 +36,8 @@ def tiny_config(**shape: int) -> ModelConfig:
         vocab_size=300,
         context_length=512,
     )
-    return ModelConfig("llama", "tiny", replace(base, **shape), rms_norm_eps=1e-5, rope_theta=10000.0)
+    sizes = replace(base, **shape)
+    return ModelConfig(BY_GGUF_NAME["llama"], "gguf", "tiny", sizes, norm_eps=1e-5, ropes=(Rope(sizes.head_dim),))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -138,8 +141,10 @@ def build_backend(
     """A backend with the tiny model loaded, ready to run; see `make_backend`. Close it when done."""
     config = config or tiny_config()
     backend = make_backend(kernel, weights, kv, threads)
-    loaded = load_llama(ArraySource(tiny_weights(0, config) if tensors is None else tensors), config, backend)
-    backend.build(lambda ops: forward(ops, config, loaded), config.shape, limits, config.rope_table())
+    loaded = load_weights(ArraySource(tiny_weights(0, config) if tensors is None else tensors), config, backend)
+    backend.build(
+        lambda ops: forward(ops, config, loaded), config.shape, limits, config.rope_tables(factors=loaded.rope_factors)
+    )
     return backend
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from batchgen.io.gguf_codes import UNPACKERS, unpack
-from batchgen.models.weights import split_rotary
+from batchgen.models.matrices import split_rotary
 from tests.quantised import HALVES, dequantised, random_blocks, random_codes
 
 SHAPE = (24, 512)

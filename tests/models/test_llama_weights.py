@@ -5,12 +5,13 @@ import pytest
 
 from batchgen.errors import ModelError
 from batchgen.kernels.reference import ReferenceBackend, rotate
-from batchgen.models.weights import load_llama, split_rotary
+from batchgen.models.matrices import split_rotary
+from batchgen.models.weights import load_weights
 from tests.tiny_model import ArraySource, tensor_shapes, tiny_config, tiny_weights
 
 
 def load(tensors):
-    return load_llama(ArraySource(tensors), tiny_config(), ReferenceBackend())
+    return load_weights(ArraySource(tensors), tiny_config(), ReferenceBackend())
 
 
 def test_tensors_end_up_where_they_belong():
@@ -19,18 +20,18 @@ def test_tensors_end_up_where_they_belong():
     assert len(weights.layers) == 2
     np.testing.assert_array_equal(weights.embedding, tensors["token_embd.weight"])
     np.testing.assert_array_equal(weights.output, tensors["output.weight"])
-    np.testing.assert_array_equal(weights.output_norm, tensors["output_norm.weight"])
+    np.testing.assert_array_equal(weights.output_norm.weight, tensors["output_norm.weight"])
     for i, layer in enumerate(weights.layers):
         q, k, v, gate, up = (
             tensors[f"blk.{i}.{n}.weight"] for n in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
         )
-        np.testing.assert_array_equal(layer.qkv, np.concatenate([split_rotary(q, 16), split_rotary(k, 16), v]))
-        np.testing.assert_array_equal(layer.gate_up, [gate, up])
+        np.testing.assert_array_equal(layer.qkv.weight, np.concatenate([split_rotary(q, 16), split_rotary(k, 16), v]))
+        np.testing.assert_array_equal(layer.feed.swiglu, [gate, up])
         for handle, name in (
-            (layer.attention_norm, "attn_norm"),
-            (layer.attention_output, "attn_output"),
-            (layer.ffn_norm, "ffn_norm"),
-            (layer.down, "ffn_down"),
+            (layer.attention_norm.weight, "attn_norm"),
+            (layer.attention_output.weight, "attn_output"),
+            (layer.ffn_norm.weight, "ffn_norm"),
+            (layer.feed.down.weight, "ffn_down"),
         ):
             np.testing.assert_array_equal(handle, tensors[f"blk.{i}.{name}.weight"])
 
@@ -79,10 +80,10 @@ def test_split_rotary_makes_halves_of_pairs(head_dim):
     config = tiny_config(head_dim=head_dim)
     q_rows, k_rows = (rng.standard_normal((3 * head_dim, 32)).astype(np.float32) for _ in range(2))
     x = rng.standard_normal((2, 32)).astype(np.float32)  # the token at position 7 asks, the one at 4 is asked
-    cos, sin = (table[[7, 4]] for table in config.rope_table())
+    cos, sin = (table[0, [7, 4]] for table in config.rope_tables())
     q, k = (rotate((x @ split_rotary(w, head_dim).T).reshape(2, 3, head_dim), cos, sin) for w in (q_rows, k_rows))
-    expected_q = rotate_pairs((x[0] @ q_rows.T).reshape(3, head_dim), 7, config.rope_theta)
-    expected_k = rotate_pairs((x[1] @ k_rows.T).reshape(3, head_dim), 4, config.rope_theta)
+    expected_q = rotate_pairs((x[0] @ q_rows.T).reshape(3, head_dim), 7, config.ropes[0].theta)
+    expected_k = rotate_pairs((x[1] @ k_rows.T).reshape(3, head_dim), 4, config.ropes[0].theta)
     np.testing.assert_allclose((q[0] * k[1]).sum(-1), (expected_q * expected_k).sum(-1), rtol=1e-4, atol=1e-3)
 
 
@@ -91,7 +92,7 @@ def test_split_rotary_moves_rows_within_their_head_only():
     np.testing.assert_array_equal(split_rotary(rows, 4)[:, 0], [0, 2, 1, 3, 4, 6, 5, 7])
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.attn_q_norm.weight"])
+@pytest.mark.parametrize("name", ["blk.0.attn_rot_embd.weight", "blk.0.layer_scale.weight", "output.bias"])
 def test_a_tensor_that_would_be_ignored_is_refused(name):
     with pytest.raises(ModelError, match=name):
         load({**tiny_weights(), name: np.ones(8, np.float32)})

@@ -5,7 +5,9 @@ import pytest
 
 from batchgen.errors import ModelError
 from batchgen.kernels.base import ModelShape
+from batchgen.models.architectures import BY_GGUF_NAME
 from batchgen.models.config import ModelConfig
+from batchgen.models.rope import Rope
 
 METADATA = {
     "general.architecture": "llama",
@@ -25,13 +27,16 @@ METADATA = {
 
 def test_from_gguf():
     config = ModelConfig.from_gguf(METADATA)
-    assert config == ModelConfig("llama", "a model", ModelShape(96, 128, 3, 6, 2, 16, 3, 64), 1e-5, 100000.0)
+    assert config.architecture is BY_GGUF_NAME["llama"]
+    assert (config.name, config.naming, config.norm_eps) == ("a model", "gguf", 1e-5)
+    assert config.shape == ModelShape(96, 128, 3, 6, 2, 16, 3, 64)
+    assert config.ropes == (Rope(16, 100000.0),)
 
 
 def test_optional_keys_have_the_defaults_of_the_format():
     optional = ("general.name", "llama.attention.head_count_kv", "llama.rope.dimension_count", "llama.rope.freq_base")
     config = ModelConfig.from_gguf({k: v for k, v in METADATA.items() if k not in optional})
-    assert (config.name, config.shape.num_kv_heads, config.rope_theta) == ("llama", 6, 10000.0)
+    assert (config.name, config.shape.num_kv_heads, config.ropes[0].theta) == ("llama", 6, 10000.0)
 
 
 def test_a_head_size_of_its_own():
@@ -57,7 +62,10 @@ def test_a_missing_key_is_named(key):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama"),
+        (
+            {"general.architecture": "mamba"},
+            f"architecture 'mamba' is not supported; supported: {', '.join(sorted(BY_GGUF_NAME))}",
+        ),
         (
             {"llama.block_count": 0},
             "the model's metadata has llama.block_count = 0; a positive integer is needed",
@@ -84,9 +92,27 @@ def test_a_missing_key_is_named(key):
             "a head size of 24 is not supported (multiples of 16 are)",
         ),
         ({"llama.attention.value_length": 32}, "llama.attention.value_length = 32 is not supported (only 16)"),
-        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count = 8 is not supported (only 16)"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' is not supported (only 'none')"),
-        ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported (only 0)"),
+        (
+            {"llama.rope.dimension_count": 7},
+            "llama.rope.dimension_count: 7 of 16 dimensions cannot be rotated in pairs",
+        ),
+        (
+            {"llama.rope.dimension_count": 32},
+            "llama.rope.dimension_count: 32 of 16 dimensions cannot be rotated in pairs",
+        ),
+        (
+            {"llama.rope.scaling.type": "dynamic"},
+            "llama.rope.scaling.type 'dynamic' is not supported: a token's bits would depend on how long its prompt is",
+        ),
+        (
+            {"llama.rope.scaling.type": "odd"},
+            "llama.rope.scaling.type 'odd' is not supported; supported: none, linear, llama3, yarn, longrope",
+        ),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -1.0},
+            "the model's metadata has rope factor = -1.0; a positive number is needed",
+        ),
+        ({"llama.expert_count": 8}, "the model's metadata lacks 'llama.expert_used_count'"),
     ],
 )
 def test_refusals(changes, message):
@@ -97,18 +123,18 @@ def test_refusals(changes, message):
 
 def test_rope_table():
     config = ModelConfig.from_gguf(METADATA)
-    cos, sin = config.rope_table()
-    assert cos.shape == sin.shape == (64, 8)
+    cos, sin = config.rope_tables()
+    assert cos.shape == sin.shape == (1, 64, 8)
     assert cos.dtype == sin.dtype == np.float32
     for position in (0, 1, 63):
         for i in range(8):
             angle = position / 100000.0 ** (2 * i / 16)
-            assert cos[position, i] == np.float32(np.cos(angle))
-            assert sin[position, i] == np.float32(np.sin(angle))
+            assert cos[0, position, i] == np.float32(np.cos(angle))
+            assert sin[0, position, i] == np.float32(np.sin(angle))
 
 
 @pytest.mark.parametrize("key", ["llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "1", True])
 def test_constants_must_be_positive_numbers(key, value):
-    with pytest.raises(ModelError, match=f"{key} is .*, not a positive number"):
+    with pytest.raises(ModelError, match=f"has {key} = .*; a positive number is needed"):
         ModelConfig.from_gguf({**METADATA, key: value})
