@@ -445,6 +445,21 @@ def models_show(
     _show_pairs(source, [(name.replace("_", " "), _shown(value)) for name, value in show_model(source).items()])
 
 
+@models.command("list")
+def models_list() -> None:
+    """List the architectures that run, by their names in config.json and in GGUF files."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from batchgen.models.architectures import BY_MODEL_TYPE
+
+    table = Table("model_type", "GGUF", "blocks", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for architecture in BY_MODEL_TYPE.values():
+        table.add_row(architecture.model_type, architecture.name, architecture.blocks())
+    Console().print(table)
+
+
 @app.command()
 def warmup() -> None:
     """Compile the kernels for this machine's CPU and keep them for later runs."""

@@ -165,6 +165,17 @@ HF_KEYS: Mapping[str, str] = {
 """The same → keys of `config.json`; an empty one where an architecture has no choice."""
 
 
+HF_BIASES: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": ("q", "k", "v", "qkv", "attention_output"),
+    "use_qkv_bias": ("q", "k", "v"),
+    "mlp_bias": ("gate", "up", "down"),
+    "bias": ("qkv", "attention_output", "up", "down"),
+}
+"""Keys of `config.json` → parts that have biases where they are true."""
+HF_QK_NORMS = "use_qk_norm", "qk_layernorm"
+"""Keys that say whether every head has a norm with weights of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """What a decoder is composed of.
@@ -210,6 +221,23 @@ class Architecture:
     def stem(self, part: str, naming: Naming) -> str | None:
         """The template of a part's tensor names; None where the naming has none."""
         return GGUF_STEMS.get(part) if naming == "gguf" else {**HF_STEMS, **self.stems}.get(part)
+
+    def blocks(self) -> str:
+        """The choices in words."""
+        norms = {"rms": "RMSNorm", "layer": "LayerNorm"}[self.norm]
+        places = "after" if not self.pre_norms else "before and after" if self.post_norms else "before"
+        gates = {"silu": "SwiGLU", "gelu_tanh": "GeGLU", "gelu": "GeGLU"}
+        words = (
+            f"{norms} {places}",
+            "experts" if self.experts else "",
+            gates[self.activation] if self.gated else "GELU",
+            {"": "", "head": "norms of q and k per head", "whole": "norms of q and k"}[self.qk_norm],
+            "side by side" if self.parallel else "",
+            "learned positions" if self.learned_positions else "",
+            f"{self.rotary:.0%} rotary" if 0 < self.rotary < 1 else "",
+            f"1 layer in {self.window_period} sees all" if self.window_period else "",
+        )
+        return ", ".join(word for word in words if word)
 
     def key(self, name: str, naming: Naming) -> str | None:
         """The metadata key of a field."""

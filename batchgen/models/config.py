@@ -9,7 +9,14 @@ from numpy.typing import NDArray
 
 from batchgen.errors import ModelError
 from batchgen.kernels.base import ModelShape
-from batchgen.models.architectures import BY_GGUF_NAME, BY_MODEL_TYPE, Architecture, Naming
+from batchgen.models.architectures import (
+    BY_GGUF_NAME,
+    BY_MODEL_TYPE,
+    HF_BIASES,
+    HF_QK_NORMS,
+    Architecture,
+    Naming,
+)
 from batchgen.models.rope import Rope
 from batchgen.models.rope_settings import read_ropes
 from batchgen.models.settings import Settings, positive, require
@@ -48,7 +55,8 @@ class ModelConfig:
     """A decoder's sizes and constants.
 
     `layers` is empty where all are alike. Scores are multiplied by `attention_scale`, then limited by `attention_cap`;
-    what a layer adds is multiplied by `residual_scale`. A cap of 0 is none.
+    what a layer adds is multiplied by `residual_scale`. A cap of 0 is none. `biases` are parts that must have one, and
+    `norms_of_heads` says that there must be a norm with weights for every head; others are used where a file has them.
     """
 
     architecture: Architecture
@@ -68,6 +76,8 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
+    biases: frozenset[str] = frozenset()
+    norms_of_heads: bool = False
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "ModelConfig":
@@ -134,6 +144,8 @@ def _config(settings: Settings, name: str, vocab: int) -> ModelConfig:
         residual_scale=settings.number("residual_scale", 1.0),
         logit_scale=_logit_scale(settings),
         experts=_experts(settings, shape),
+        biases=_biases(settings),
+        norms_of_heads=any(settings.flag(key, False) for key in HF_QK_NORMS),
     )
 
 
@@ -165,6 +177,11 @@ def _activation(settings: Settings) -> str:
     if name not in ACTIVATIONS:
         raise ModelError(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def _biases(settings: Settings) -> frozenset[str]:
+    asked = [parts for key, parts in HF_BIASES.items() if settings.flag(key, False)]
+    return frozenset(settings.architecture.biases).union(*asked)
 
 
 def _cap(settings: Settings, field: str) -> float:

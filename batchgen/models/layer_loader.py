@@ -35,7 +35,7 @@ class LayerLoader:
             column_norms=self._column_norms(i),
             attention_output=self._output("attention_output", i, self._shape.num_heads * self._shape.head_dim),
             attention_post_norm=self._post_norm("attention_post_norm", i),
-            ffn_norm=self._ffn_norm("ffn_norm_2" if two else "ffn_norm", i),
+            ffn_norm=self._pre_norm("ffn_norm_2", i) if two else self._ffn_norm(i),
             feed=self._experts(i) if self._config.experts else self._feed(i),
             ffn_post_norm=self._post_norm("ffn_post_norm", i),
         )
@@ -48,10 +48,10 @@ class LayerLoader:
         bias = self._bias(part, i, size, scale)
         return Norm(self._backend.vector(scaled(weight, scale)), None if bias is None else self._backend.vector(bias))
 
-    def _ffn_norm(self, part: str, i: int) -> Norm | None:
+    def _ffn_norm(self, i: int) -> Norm | None:
         """Blocks side by side may share the norm before attention."""
-        shared = self._config.parallel and not self._tensors.has(part, i)
-        return None if shared else self._pre_norm(part, i)
+        shared = self._config.parallel and not self._tensors.has("ffn_norm", i)
+        return None if shared else self._pre_norm("ffn_norm", i)
 
     def _pre_norm(self, part: str, i: int) -> Norm | None:
         return self.norm(part, i) if self._architecture.pre_norms else None
@@ -83,39 +83,29 @@ class LayerLoader:
             values = np.tile(self._norm_weight(tensors.values(part, (dim,), i)), heads)
         elif kind == "whole":
             values = tensors.values(part, (heads * dim,), i)
-        elif "{number}" in (self._architecture.stem(part, self._config.naming) or "") and tensors.has(part, i):
-            values = np.concatenate([tensors.values(part, (dim,), i, number=h) for h in range(heads)])
-        elif tensors.has(part, i):
-            values = tensors.values(part, (heads, dim), i).ravel()
-        else:
+        elif not tensors.has("q_norm", i) and not self._config.norms_of_heads:
             return None
+        elif "{number}" in (self._architecture.stem(part, self._config.naming) or ""):
+            values = np.concatenate([tensors.values(part, (dim,), i, number=h) for h in range(heads)])
+        else:
+            values = tensors.values(part, (heads, dim), i).ravel()
         return self._turned(values[:, None])[:, 0]
 
     # Attention
 
     def _qkv(self, i: int) -> Linear:
-        q, k, v = self._fused(i) if self._architecture.qkv else self._apart(i)
-        biases = [part.bias for part in (q, k, v)]
-        bias = None
-        if any(b is not None for b in biases):
-            bias = np.concatenate(
-                [np.zeros(p.weight.shape[0], np.float32) if p.bias is None else p.bias for p in (q, k, v)]
-            )
-        return Linear(
-            self._backend.linear([q.weight, k.weight, v.weight]), None if bias is None else self._backend.vector(bias)
-        )
+        parts = self._fused(i) if self._architecture.qkv else self._apart(i)
+        if any(part.bias is not None for part in parts):
+            parts = [part if part.bias is not None else with_zeros(part) for part in parts]
+        return self._packed([part.weight for part in parts], [part.bias for part in parts])
 
     def _apart(self, i: int) -> list[Linear]:
         """q, k and v of a file that has them one by one, in numpy."""
-        hidden, parts = self._shape.hidden_size, []
-        for part, heads in (
-            ("q", self._shape.num_heads),
-            ("k", self._shape.num_kv_heads),
-            ("v", self._shape.num_kv_heads),
-        ):
-            size = heads * self._shape.head_dim
-            weight, bias = self._tensors.matrix(part, (size, hidden), i), self._bias(part, i, size)
-            parts.append(self._finished(part, i, weight, bias))
+        q, kv = (heads * self._shape.head_dim for heads in (self._shape.num_heads, self._shape.num_kv_heads))
+        parts = []
+        for part, size in (("q", q), ("k", kv), ("v", kv)):
+            weight = self._tensors.matrix(part, (size, self._shape.hidden_size), i)
+            parts.append(self._finished(part, i, weight, self._bias(part, i, size)))
         return parts
 
     def _fused(self, i: int) -> list[Linear]:
@@ -185,7 +175,12 @@ class LayerLoader:
         )
 
     def _bias(self, part: str, i: int | None, size: int, scale: float = 1.0) -> Floats | None:
-        """Where the file has one; ModelError where the architecture must have it."""
-        if part not in self._architecture.biases and not self._tensors.has(part, i, "bias"):
+        """Where the file has one; ModelError where the model must have it."""
+        if part not in self._config.biases and not self._tensors.has(part, i, "bias"):
             return None
         return scaled(self._tensors.values(part, (size,), i, "bias"), scale)
+
+
+def with_zeros(part: Linear) -> Linear:
+    """A linear in numpy with a bias, of zeros."""
+    return Linear(part.weight, np.zeros(part.weight.shape[0], np.float32))
