@@ -21,6 +21,7 @@ from batchgen.advice import Advice
 from batchgen.engine.types import RowFailure
 from batchgen.errors import InputError, ModelError
 from batchgen.job_plan import JobPlan, PrefixText
+from batchgen.models.architectures import BY_MODEL_TYPE
 from batchgen.planned import Planned
 from batchgen.prompts import FailedRow
 from batchgen.spec import load_spec
@@ -414,6 +415,13 @@ def test_models_show(runner, capsys):
     runner.show_model = show_model
     assert cli.main(["models", "show", "m.gguf"]) == 1
     assert capsys.readouterr().err == "error: m.gguf: no such file\n"
+
+
+def test_models_list(capsys):
+    assert cli.main(["models", "list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["gpt_neox", "gptneox", "LayerNorm"] in [line[:3] for line in lines]
+    assert {row.model_type for row in BY_MODEL_TYPE.values()} <= {line[0] for line in lines if line}
 
 
 def test_warmup(runner, capsys):

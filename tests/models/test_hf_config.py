@@ -1,6 +1,7 @@
 """What is read from `config.json`, of published models' files in older and newer forms, and what is refused."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,3 +246,9 @@ def test_files_that_were_saved_without_a_head_lack_a_prefix(name):
         bare["lm_head.weight"] = tensors[prefix + ("wte" if name == "gpt2" else "word_embeddings") + ".weight"]
     weights = load_weights(ArraySource(bare), config, ReferenceBackend())
     assert len(weights.layers) == 2
+
+
+def test_the_readme_names_them_all():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = text.split("### Architectures")[1].split("###")[0]
+    assert all(f"`{model_type}`" in section for model_type in BY_MODEL_TYPE)
