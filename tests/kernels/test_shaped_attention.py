@@ -21,7 +21,7 @@ from tests.kernels.test_attention_kernels import (
 )
 from tests.tiny_model import Chunk
 
-SHAPES = [GROUP_OF_1, GROUP_OF_3, Heads(8, 1, 80, 32)]
+SHAPES = [GROUP_OF_1, GROUP_OF_3, Heads(8, 1, 80, 32), Heads(2, 1, 256, 32)]
 KINDS = [(1, 0.0), (20, 0.0), (33, 3.0), (100, 0.0), (0, 3.0)]
 """Windows and caps; the scores have a standard deviation of about 1, or of 9 where they are scaled."""
 

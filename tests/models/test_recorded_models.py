@@ -5,12 +5,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from batchgen.io.gguf_file import GGUFFile
 from batchgen.kernels.base import Backend, Matrix
 from batchgen.kernels.cpu.features import available_kernels
+from batchgen.loading import ModelFile
 from batchgen.models.architectures import BY_MODEL_TYPE
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import forward
@@ -21,7 +24,7 @@ from tests.models.recorded import FOLDER, Recorded, load
 from tests.tiny_model import LIMITS, ArraySource, Chunk, make_backend, make_batch, quantise
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
-KERNELS = {"portable": ("portable", "fp32", "fp32"), "best": (available_kernels()[0], "bf16", "bf16")}
+KERNELS = {"portable": ("portable", "fp32", "fp32"), "best": (available_kernels()[0], "native", "bf16")}
 WITHOUT_KEYS = ("gemma2-scaled", "qwen2-window")
 """What GGUF has no keys for: a scale of scores that does not follow from sizes, windows of Qwen's."""
 Open = Callable[..., Backend]
@@ -32,10 +35,11 @@ def open_model() -> Iterator[Open]:
     """`open_model(config, tensors, kernel="portable")`; closed after the test."""
     opened: list[Backend] = []
 
-    def open_one(config: ModelConfig, tensors: Mapping[str, Matrix], kernel: str = "portable") -> Backend:
+    def open_one(config: ModelConfig, tensors: Mapping[str, Matrix] | ModelFile, kernel: str = "portable") -> Backend:
         backend = make_backend(*KERNELS[kernel], threads=2)
         opened.append(backend)
-        weights = load_weights(ArraySource(tensors), config, backend)
+        source = tensors if isinstance(tensors, ModelFile) else ArraySource(tensors)
+        weights = load_weights(source, config, backend)
         rope = config.rope_tables(factors=weights.rope_factors)
         backend.build(lambda ops: forward(ops, config, weights), config.shape, LIMITS, rope)
         return backend
@@ -122,3 +126,29 @@ def test_recordings_are_what_transformers_computes(tmp_path):
     for name in NAMES:
         with np.load(tmp_path / f"{name}.npz") as new, np.load(FOLDER / f"{name}.npz") as kept:
             assert relative_error(new["logits"], kept["logits"]) < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_gguf_file_of_experts(tmp_path, open_model: Open, kind: str):
+    """What gguf writes: experts in one tensor of three dimensions, quantised or not."""
+    metadata, tensors = as_gguf(load("mixtral"))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    for key, value in metadata.items():
+        if isinstance(value, int | float):
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    stored = {name: kind if value.ndim == 3 else "F32" for name, value in tensors.items()}
+    for name, value in tensors.items():
+        kept = gguf.GGMLQuantizationType[stored[name]]
+        writer.add_tensor(name, gguf.quants.quantize(value, kept), raw_dtype=kept)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile.open(tmp_path / "m.gguf")
+    model = ModelFile(file, ModelConfig.from_gguf(file.metadata), None, None)
+    plain = {name: file.dequantize(name) for name in tensors}
+    for kernel in KERNELS:
+        chunk, rows = [Chunk(load("mixtral").tokens, 0, [0, 1, 2])], range(70, 80)
+        results = [logits_at(open_model(model.config, t, kernel), chunk, rows) for t in (model, plain)]
+        assert same_bits(*results)
