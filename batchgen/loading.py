@@ -56,13 +56,20 @@ class ModelFile:
     def names(self) -> frozenset[str]:
         return frozenset(self.file.tensors)
 
+    @property
+    def has_tied_output(self) -> bool:
+        return self.config.tied or self._name_of("output") not in self.file.tensors
+
+    def _name_of(self, part: str) -> str:
+        return f"{self.config.architecture.stem(part, self.config.naming)}.weight"
+
     def weight_bytes(self, weights: str) -> int:
         """About what the packed weights take; a tied embedding is kept twice, as a table and to multiply with."""
-        tensors = dict(self.file.tensors)
-        table = tensors.pop("token_embd.weight", None)
+        tensors, head = dict(self.file.tensors), self._name_of("output")
+        table = tensors.pop(self._name_of("embedding"), None)
         looked_up = prod(table.shape) * (4 if weights == "fp32" else 2) if table else 0
-        if table and "output.weight" not in tensors:
-            tensors["output.weight"] = table
+        if table and head not in tensors:
+            tensors[head] = table
         return looked_up + sum(_packed_bytes(tensor, weights) for tensor in tensors.values())
 
 
@@ -291,7 +298,7 @@ def describe_model(source: str, path: Path, model: ModelFile) -> dict[str, Any]:
         "key_value_heads": shape.num_kv_heads,
         "head_size": shape.head_dim,
         "rope_theta": model.config.ropes[0].theta,
-        "tied_output": "output.weight" not in model.file.tensors,
+        "tied_output": model.has_tied_output,
         "bos_token": model.tokenizer.bos_token,
         "end_tokens": ", ".join(model.tokenizer.token_text(i) for i in sorted(model.tokenizer.eos_token_ids)),
         "adds_bos": model.tokenizer.add_bos,

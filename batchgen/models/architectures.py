@@ -169,6 +169,7 @@ HF_BIASES: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("q", "k", "v", "qkv", "attention_output"),
     "use_qkv_bias": ("q", "k", "v"),
     "mlp_bias": ("gate", "up", "down"),
+    "use_bias": ("q", "k", "v", "attention_output", "gate", "up", "down"),
     "bias": ("qkv", "attention_output", "up", "down"),
 }
 """Keys of `config.json` → parts that have biases where they are true."""
@@ -183,8 +184,9 @@ class Architecture:
     `qkv`: how the rows of a fused Hugging Face tensor lie: `blocks` (all of q, k, v), `heads` (q, k, v of each head),
     `groups` (queries, key and value of each KV head); GGUF's are blocks. `interleaved`: namings in which dimensions 2i
     and 2i + 1 of a head are rotated together, not i and i + half. `zero_centred`: namings whose norm weights lack 1.
-    `window_period`: every so-manieth layer sees all keys (0: none does, if there is a window). `biases`: parts that
-    must have one.
+    `window_period`: every so-manieth layer sees all keys (0: none does, if there is a window). `local_rope`: layers
+    with a window have a rotary table of their own, which is not stretched, by `local_rope_theta` (0: the others').
+    `biases`: parts that must have one; `unbiased`: that have none, whatever `config.json` says of biases.
     """
 
     name: str
@@ -204,12 +206,14 @@ class Architecture:
     fused_gate_up: bool = False
     transposed: tuple[Naming, ...] = ()
     biases: tuple[str, ...] = ()
+    unbiased: tuple[str, ...] = ()
     tied: bool = False
     root_embedding_scale: bool = False
     divides_logits: bool = False
     window_period: int = 0
     window: int = 0
     rope_on: Literal["all", "windowed", "three of four"] = "all"
+    local_rope: bool = False
     local_rope_theta: float = 0.0
     experts: bool = False
     experts_normalised: bool = True
@@ -254,6 +258,14 @@ _GEMMA = Architecture(
     "gemma", "gemma", activation="gelu_tanh", zero_centred=("hf",), tied=True, root_embedding_scale=True,
     keys={"activation": "hidden_activation"},
 )  # fmt: skip
+_OLMO = Architecture(
+    "olmo2", "olmo2", pre_norms=False, post_norms=True, qk_norm="whole", window_period=4, local_rope=True,
+    stems=_GEMMA_NORMS,
+)  # fmt: skip
+_GLM = Architecture(
+    "chatglm", "glm", rotary=0.5, interleaved=("gguf", "hf"), fused_gate_up=True, unbiased=("attention_output",),
+    stems={"up": _LAYER + "mlp.gate_up_proj"},
+)  # fmt: skip
 _LAYER_NORMED = Architecture("", "", norm="layer", activation="gelu", gated=False)
 
 _ROWS = (
@@ -271,13 +283,21 @@ _ROWS = (
     ),
     replace(
         _GEMMA, name="gemma3", model_type="gemma3_text", post_norms=True, qk_norm="head", window_period=6,
-        local_rope_theta=10000.0, stems=_GEMMA_NORMS,
+        local_rope=True, local_rope_theta=10000.0, stems=_GEMMA_NORMS,
     ),
     Architecture("phi3", "phi3", qkv="blocks", fused_gate_up=True, stems={"up": _LAYER + "mlp.gate_up_proj"}),
-    Architecture(
-        "olmo2", "olmo2", pre_norms=False, post_norms=True, qk_norm="whole",
-        stems=_GEMMA_NORMS,
+    _OLMO,
+    replace(_OLMO, model_type="olmo3"),
+    _GLM,
+    replace(
+        _GLM, name="glm4", model_type="glm4", post_norms=True,
+        stems={
+            "up": _LAYER + "mlp.gate_up_proj",
+            "attention_post_norm": _LAYER + "post_self_attn_layernorm",
+            "ffn_post_norm": _LAYER + "post_mlp_layernorm",
+        },
     ),
+    Architecture("ernie4_5", "ernie4_5", interleaved=("gguf", "hf"), tied=True),
     Architecture("olmoe", "olmoe", qk_norm="whole", experts=True, experts_normalised=False, fixed={"clip_qkv": None}),
     replace(
         _LLAMA, name="granite", model_type="granite", divides_logits=True, keys={"logit_scale": "logits_scaling"}

@@ -181,7 +181,7 @@ def _activation(settings: Settings) -> str:
 
 def _biases(settings: Settings) -> frozenset[str]:
     asked = [parts for key, parts in HF_BIASES.items() if settings.flag(key, False)]
-    return frozenset(settings.architecture.biases).union(*asked)
+    return frozenset(settings.architecture.biases).union(*asked) - frozenset(settings.architecture.unbiased)
 
 
 def _cap(settings: Settings, field: str) -> float:
@@ -226,7 +226,7 @@ def _layers(settings: Settings, shape: ModelShape) -> tuple[LayerKind, ...]:
     window, count = _window(settings), shape.num_layers
     windowed = _windowed(settings, count) if window else [False] * count
     rotated = _rotated(settings, windowed)
-    second = windowed if settings.architecture.local_rope_theta else [not on for on in rotated]
+    second = windowed if settings.architecture.local_rope else [not on for on in rotated]
     size = window if window < shape.context_length else 0
     return tuple(LayerKind(size * local, int(table)) for local, table in zip(windowed, second, strict=True))
 

@@ -94,7 +94,8 @@ class LayerLoader:
     # Attention
 
     def _qkv(self, i: int) -> Linear:
-        parts = self._fused(i) if self._architecture.qkv else self._apart(i)
+        fused = self._architecture.qkv or (self._config.naming == "gguf" and self._tensors.has("qkv", i))
+        parts = self._fused(i) if fused else self._apart(i)
         if any(part.bias is not None for part in parts):
             parts = [part if part.bias is not None else with_zeros(part) for part in parts]
         return self._packed([part.weight for part in parts], [part.bias for part in parts])

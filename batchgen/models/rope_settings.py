@@ -9,6 +9,12 @@ from batchgen.models.settings import Settings, positive
 
 _OTHER_NAMES = {"default": "none", None: "none", "su": "longrope"}
 
+_KNOWN = frozenset(
+    ("rope_theta", "rope_type", "type", "factor", "partial_rotary_factor", "original_max_position_embeddings")
+    + ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+    + ("short_factor", "long_factor")
+)
+
 
 def read_ropes(settings: Settings, head_dim: int, context: int) -> tuple[Rope, ...]:
     """The tables that layers choose from: the first, and where layers differ one for those that are windowed, or for
@@ -19,8 +25,8 @@ def read_ropes(settings: Settings, head_dim: int, context: int) -> tuple[Rope, .
     if settings.naming == "hf":
         return _of_hf(settings, head_dim, context)
     first = _of_gguf(settings, head_dim, context)
-    if architecture.local_rope_theta:
-        return first, Rope(first.dimensions, architecture.local_rope_theta)
+    if architecture.local_rope:
+        return first, Rope(first.dimensions, architecture.local_rope_theta or first.theta)
     return (first,) if architecture.rope_on == "all" else (first, Rope(0))
 
 
@@ -52,13 +58,17 @@ def _of_hf(settings: Settings, head_dim: int, context: int) -> tuple[Rope, ...]:
     if not isinstance(given, Mapping):
         raise ModelError(f"rope_parameters = {given!r} is not supported")
     first = _hf_table(settings, given.get("full_attention", given), head_dim, context)
-    if not architecture.local_rope_theta:
+    if not architecture.local_rope:
         return (first,) if architecture.rope_on == "all" else (first, Rope(0))
-    theta = values.get("rope_local_base_freq") or architecture.local_rope_theta
+    theta = values.get("rope_local_base_freq") or architecture.local_rope_theta or first.theta
     return first, _hf_table(settings, given.get("sliding_attention", {"rope_theta": theta}), head_dim, context)
 
 
 def _hf_table(settings: Settings, given: Mapping[str, Any], head_dim: int, context: int) -> Rope:
+    unknown = sorted(key for key, value in given.items() if key not in _KNOWN and value is not None)
+    if unknown:
+        raise ModelError(f"{settings.what} has {unknown[0]} for rotary embedding, which is not supported")
+
     def first_of(*keys: str) -> Any:
         """The first that is given, by preference among what belongs together."""
         found = [part[key] for part in (given, settings.values) for key in keys if part.get(key) is not None]

@@ -79,6 +79,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4, "sliding_window": WINDOW, "layer_types": [*3 * [SLIDING], FULL],
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", **ROPE},
+                FULL: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **ROPE},
+            },
+        },
+    ),
+    "glm": ("glm", {"attention_bias": True}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "ernie4_5": ("ernie4_5", {"tie_word_embeddings": True}),
     "granite": (
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.5},

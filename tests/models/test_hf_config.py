@@ -164,6 +164,11 @@ def test_longrope_serves_the_original_context():
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
             "config.json has 1 short_factor of rope; 64 are needed",
         ),
+        (
+            LLAMA_3_1,
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}},
+            "config.json has mscale for rotary embedding, which is not supported",
+        ),
         (PYTHIA, {"rotary_pct": 2.0}, "partial_rotary_factor: 128 of 64 dimensions cannot be rotated in pairs"),
         (FALCON_7B, {"alibi": True}, "alibi = True is not supported (only False)"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights = False is not supported (only True)"),

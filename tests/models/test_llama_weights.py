@@ -96,3 +96,13 @@ def test_split_rotary_moves_rows_within_their_head_only():
 def test_a_tensor_that_would_be_ignored_is_refused(name):
     with pytest.raises(ModelError, match=name):
         load({**tiny_weights(), name: np.ones(8, np.float32)})
+
+
+def test_a_gguf_file_may_have_q_k_and_v_in_one_tensor():
+    tensors = tiny_weights()
+    fused = {n: t for n, t in tensors.items() if not any(part in n for part in ("attn_q", "attn_k", "attn_v"))}
+    for i in range(2):
+        parts = [tensors[f"blk.{i}.attn_{part}.weight"] for part in "qkv"]
+        fused[f"blk.{i}.attn_qkv.weight"] = np.concatenate(parts)
+    for one, two in zip(load(fused).layers, load(tensors).layers, strict=True):
+        np.testing.assert_array_equal(one.qkv.weight, two.qkv.weight)
