@@ -10,10 +10,13 @@ from batchgen.models.settings import Settings, positive
 _OTHER_NAMES = {"default": "none", None: "none", "su": "longrope"}
 
 _KNOWN = frozenset(
-    ("rope_theta", "rope_type", "type", "factor", "partial_rotary_factor", "original_max_position_embeddings")
-    + ("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
-    + ("short_factor", "long_factor")
+    (
+        *("rope_theta", "rope_type", "type", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
+        *("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+        *("short_factor", "long_factor"),
+    )
 )
+"""Keys of Hugging Face's that are understood."""
 
 
 def read_ropes(settings: Settings, head_dim: int, context: int) -> tuple[Rope, ...]:
