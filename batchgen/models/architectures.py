@@ -253,6 +253,7 @@ class Architecture:
 
 _ATTENTION = ("q", "k", "v", "attention_output")
 _LINEARS = (*_ATTENTION, "up", "down")
+_NORMS = ("attention_norm", "attention_norm_2", "ffn_norm", "ffn_norm_2", "output_norm")
 _LLAMA = Architecture("llama", "llama", interleaved=("gguf",))
 _GEMMA = Architecture(
     "gemma", "gemma", activation="gelu_tanh", zero_centred=("hf",), tied=True, root_embedding_scale=True,
@@ -305,7 +306,7 @@ _ROWS = (
     replace(_LLAMA, name="smollm3", model_type="smollm3", tied=True, rope_on="three of four"),
     replace(
         _LAYER_NORMED, name="gpt2", model_type="gpt2", activation="gelu_tanh", learned_positions=True, rotary=0.0,
-        qkv="blocks", transposed=("hf",), tied=True, biases=("qkv", "attention_output", "up", "down"), stems=_GPT2,
+        qkv="blocks", transposed=("hf",), tied=True, biases=("qkv", *_LINEARS, *_NORMS), stems=_GPT2,
         keys={
             "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_layers": "n_layer", "num_heads": "n_head",
             "context_length": "n_positions", "layer_eps": "layer_norm_epsilon", "activation": "activation_function",
@@ -315,22 +316,24 @@ _ROWS = (
     ),
     replace(
         _LAYER_NORMED, name="gptneox", model_type="gpt_neox", parallel=True, rotary=0.25, qkv="heads",
-        biases=("up", "down"), stems=_NEOX, keys={"num_kv_heads": ""},
+        biases=("up", "down", *_NORMS), stems=_NEOX, keys={"num_kv_heads": ""},
     ),
     Architecture(
-        "stablelm", "stablelm", norm="layer", rotary=0.25,
+        "stablelm", "stablelm", norm="layer", rotary=0.25, biases=_NORMS,
         stems={
             "q_norm": _LAYER + "self_attn.q_layernorm.norms.{number}",
             "k_norm": _LAYER + "self_attn.k_layernorm.norms.{number}",
         },
     ),
     replace(
-        _LAYER_NORMED, name="starcoder2", model_type="starcoder2", activation="gelu_tanh", tied=True, biases=_LINEARS,
+        _LAYER_NORMED, name="starcoder2", model_type="starcoder2", activation="gelu_tanh", tied=True,
+        biases=(*_LINEARS, *_NORMS),
         stems={"up": _LAYER + "mlp.c_fc", "down": _LAYER + "mlp.c_proj"}, keys={"layer_eps": "norm_epsilon"},
         fixed={"use_bias": True},
     ),
     replace(
-        _LAYER_NORMED, name="falcon", model_type="falcon", parallel=True, qkv="groups", tied=True, stems=_FALCON,
+        _LAYER_NORMED, name="falcon", model_type="falcon", parallel=True, qkv="groups", tied=True, biases=_NORMS,
+        stems=_FALCON,
         keys={
             "num_kv_heads": "num_kv_heads", "layer_eps": "layer_norm_epsilon", "activation": "activation",
             "intermediate_size": "ffn_hidden_size",

@@ -30,6 +30,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """Hugging Face's names."""
+MOST_LAYERS = 1 << 16
+"""Metadata that asks for more is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ def _shape(settings: Settings, vocab: int) -> ModelShape:
         vocab_size=vocab,
         context_length=settings.integer("context_length"),
     )
+    if shape.num_layers > MOST_LAYERS:
+        raise ModelError(f"{settings.what} asks for {shape.num_layers} layers; {MOST_LAYERS} are possible")
     if shape.num_heads % shape.num_kv_heads:
         raise ModelError(f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key-value heads evenly")
     if shape.head_dim % 16:
@@ -213,6 +217,8 @@ def _logit_scale(settings: Settings) -> float:
 def _experts(settings: Settings, shape: ModelShape) -> Experts | None:
     if not settings.architecture.experts and not settings.get("num_experts"):
         return None
+    if _activation(settings) != "silu":
+        raise ModelError("experts with an activation function other than silu are not supported")
     return Experts(
         count=settings.integer("num_experts", settings.values.get("num_local_experts")),  # newer files' name
         chosen=settings.integer("experts_per_token"),
@@ -264,5 +270,6 @@ def _rotated(settings: Settings, windowed: list[bool]) -> list[bool]:
     given = settings.values.get("no_rope_layers")
     if isinstance(given, list) and len(given) == len(windowed):
         return [bool(on) for on in given]
-    interval = settings.values.get("no_rope_layer_interval", 4)
+    key = "no_rope_layer_interval"
+    interval = positive(settings.values.get(key, 4), key, settings.what)
     return [(n + 1) % interval != 0 for n in range(len(windowed))]

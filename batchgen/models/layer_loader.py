@@ -45,7 +45,7 @@ class LayerLoader:
     def norm(self, part: str, i: int | None, scale: float = 1.0) -> Norm:
         size = self._shape.hidden_size
         weight = self._norm_weight(self._tensors.values(part, (size,), i))
-        bias = self._bias(part, i, size, scale)
+        bias = self._bias(part, i, size, scale) if self._architecture.norm == "layer" else None
         return Norm(self._backend.vector(scaled(weight, scale)), None if bias is None else self._backend.vector(bias))
 
     def _ffn_norm(self, i: int) -> Norm | None:
@@ -96,8 +96,6 @@ class LayerLoader:
     def _qkv(self, i: int) -> Linear:
         fused = self._architecture.qkv or (self._config.naming == "gguf" and self._tensors.has("qkv", i))
         parts = self._fused(i) if fused else self._apart(i)
-        if any(part.bias is not None for part in parts):
-            parts = [part if part.bias is not None else with_zeros(part) for part in parts]
         return self._packed([part.weight for part in parts], [part.bias for part in parts])
 
     def _apart(self, i: int) -> list[Linear]:
@@ -160,9 +158,12 @@ class LayerLoader:
         return weights, [self._bias(part, i, size) for part in parts]
 
     def _packed(self, weights: Sequence[Matrix], biases: Sequence[Floats | None]) -> Linear:
-        given = [b for b in biases if b is not None]
-        bias = self._backend.vector(np.concatenate(given)) if given else None
-        return Linear(self._backend.linear(weights), bias)
+        """Side by side, with zeros where one has a bias and another none."""
+        packed = self._backend.linear(weights)
+        if not any(bias is not None for bias in biases):
+            return Linear(packed)
+        parts = [np.zeros(w.shape[0], np.float32) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        return Linear(packed, self._backend.vector(np.concatenate(parts)))
 
     def _experts(self, i: int) -> ExpertWeights:
         assert self._config.experts is not None
@@ -180,8 +181,3 @@ class LayerLoader:
         if part not in self._config.biases and not self._tensors.has(part, i, "bias"):
             return None
         return scaled(self._tensors.values(part, (size,), i, "bias"), scale)
-
-
-def with_zeros(part: Linear) -> Linear:
-    """A linear in numpy with a bias, of zeros."""
-    return Linear(part.weight, np.zeros(part.weight.shape[0], np.float32))

@@ -29,7 +29,7 @@ def rows_of(matrix: Matrix, rows: Rows) -> Matrix:
 
 def scaled(values: Any, factor: float) -> Any:
     """A matrix or vector times a number; the same object for 1."""
-    if factor == 1.0:
+    if np.float32(factor) == 1:
         return values
     if isinstance(values, Codes):
         minima = None if values.minima is None else values.minima * np.float32(factor)

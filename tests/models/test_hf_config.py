@@ -170,6 +170,11 @@ def test_longrope_serves_the_original_context():
             "config.json has mscale for rotary embedding, which is not supported",
         ),
         (PYTHIA, {"rotary_pct": 2.0}, "partial_rotary_factor: 128 of 64 dimensions cannot be rotated in pairs"),
+        (
+            load("mixtral").config,
+            {"hidden_act": "gelu"},
+            "experts with an activation function other than silu are not supported",
+        ),
         (FALCON_7B, {"alibi": True}, "alibi = True is not supported (only False)"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights = False is not supported (only True)"),
     ],
@@ -201,6 +206,9 @@ MISSING = [
     ("falcon-new", "transformer.h.1.ln_mlp.weight"),
     ("llama", LAYER + "self_attn.v_proj.bias"),
     ("llama", LAYER + "mlp.gate_proj.bias"),
+    ("gpt2", "transformer.ln_f.bias"),
+    ("stablelm", LAYER + "post_attention_layernorm.bias"),
+    ("falcon", "transformer.h.0.input_layernorm.bias"),
     ("falcon-new", "transformer.h.0.self_attention.dense.bias"),
     ("cohere-normed", LAYER + "self_attn.q_norm.weight"),
     ("cohere-normed", LAYER + "self_attn.k_norm.weight"),
@@ -232,10 +240,11 @@ def test_a_wrong_shape_is_named(name, tensor):
     assert str(error.value) == f"tensor '{tensor}' has shape {found}; the metadata asks for {shape}"
 
 
-def test_a_bias_that_would_be_ignored_is_refused():
+@pytest.mark.parametrize("tensor", ["model.norm.scale", "model.norm.bias", "model.layers.1.post_mlp_layernorm.weight"])
+def test_a_tensor_that_would_be_ignored_is_refused(tensor):
     recorded = load("gemma2")
-    tensors = recorded.weights() | {"model.norm.scale": recorded.weights()["model.norm.weight"]}
-    with pytest.raises(ModelError, match=r"not used for gemma2 here: model\.norm\.scale"):
+    tensors = recorded.weights() | {tensor: recorded.weights()["model.norm.weight"]}
+    with pytest.raises(ModelError, match=f"not used for gemma2 here: {tensor}"):
         load_weights(ArraySource(tensors), ModelConfig.from_hf(recorded.config, "x"), ReferenceBackend())
 
 

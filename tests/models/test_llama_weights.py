@@ -5,7 +5,7 @@ import pytest
 
 from batchgen.errors import ModelError
 from batchgen.kernels.reference import ReferenceBackend, rotate
-from batchgen.models.matrices import split_rotary
+from batchgen.models.matrices import scaled, split_rotary
 from batchgen.models.weights import load_weights
 from tests.tiny_model import ArraySource, tensor_shapes, tiny_config, tiny_weights
 
@@ -106,3 +106,18 @@ def test_a_gguf_file_may_have_q_k_and_v_in_one_tensor():
         fused[f"blk.{i}.attn_qkv.weight"] = np.concatenate(parts)
     for one, two in zip(load(fused).layers, load(tensors).layers, strict=True):
         np.testing.assert_array_equal(one.qkv.weight, two.qkv.weight)
+
+
+def test_a_bias_that_one_part_has_leaves_the_others_as_they_are():
+    bias = np.arange(96, dtype=np.float32)
+    weights = load(tiny_weights() | {"blk.0.ffn_up.bias": bias, "blk.1.attn_v.bias": bias[:32]})
+    np.testing.assert_array_equal(weights.layers[0].feed.up.bias, np.concatenate([np.zeros(96), bias]))
+    np.testing.assert_array_equal(weights.layers[1].qkv.bias, np.concatenate([np.zeros(96), bias[:32]]))
+    assert weights.layers[1].feed.up is None and weights.layers[0].qkv.bias is None
+
+
+def test_factors_of_one_change_nothing():
+    values = np.ones(3, np.float32)
+    assert scaled(values, 64**-0.5 * 64**0.5) is values
+    assert scaled(values, 1 + 1e-12) is values
+    assert scaled(values, 2.0) is not values
