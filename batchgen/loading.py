@@ -108,7 +108,7 @@ def open_model(path: Path, pre_tokenizer: str | None = None, now: Callable[[], d
         chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token, now) if template else None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
         raise ModelError(f"{path}: malformed metadata: {type(error).__name__}: {error}") from None
     return ModelFile(file, config, tokenizer, chat)
 

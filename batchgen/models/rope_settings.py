@@ -78,6 +78,7 @@ def _hf_table(settings: Settings, given: Mapping[str, Any], head_dim: int, conte
         return found[0] if found else None
 
     share = first_of("partial_rotary_factor", "rotary_pct") or settings.architecture.rotary
+    share = positive(share, "partial_rotary_factor", settings.what)
     dimensions = _pairs(int(head_dim * share), head_dim, "partial_rotary_factor")
     kind = _kind(given.get("rope_type", given.get("type")), "rope_type")
     theta = positive(first_of("rope_theta", "rotary_emb_base") or 10000.0, "rope_theta", settings.what)
@@ -115,8 +116,13 @@ def _rope(
     if kind == "none":
         return Rope(dimensions, theta)
     factor = number("factor")
+    if positive(original, "original context of rope", settings.what) < 2 or theta <= 1:
+        raise ModelError(f"{settings.what} has a rope of base {theta} and an original context of {original}")
     if kind == "llama3":
-        return Rope(dimensions, theta, kind, factor, original, number("low_freq_factor"), number("high_freq_factor"))
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise ModelError(f"{settings.what} has rope low_freq_factor = {low} and high_freq_factor = {high}")
+        return Rope(dimensions, theta, kind, factor, original, low, high)
     if kind == "yarn":
         attention = number("attention_factor", yarn_attention_factor(factor))
         return Rope(

@@ -158,6 +158,17 @@ def test_longrope_serves_the_original_context():
         (LLAMA_3_1, {"quantization_config": {}}, "quantization_config = {} is not supported (only None)"),
         (LLAMA_3_1, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
         (LLAMA_3_1, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "config.json has rope low_freq_factor ="),
+        (LLAMA_3_1, {"num_hidden_layers": 1 << 30}, "config.json asks for 1073741824 layers; 65536 are possible"),
+        (
+            LLAMA_3_1,
+            {"rope_scaling": {**LLAMA_3_1["rope_scaling"], "low_freq_factor": 4.0}},
+            "config.json has rope low_freq_factor = 4.0 and high_freq_factor = 4.0",
+        ),
+        (
+            LLAMA_3_1,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1}},
+            "config.json has a rope of base 500000.0 and an original context of 1",
+        ),
         (LLAMA_3_1, {"rope_scaling": 4}, "rope_parameters = 4 is not supported"),
         (
             LLAMA_3_1,
