@@ -85,9 +85,9 @@ class ModelConfig:
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "ModelConfig":
         """Read the GGUF keys of the architecture; ModelError names the key that is missing or unsupported."""
         name = require(metadata, "general.architecture", "the model's metadata")
-        if name not in BY_GGUF_NAME:
+        if not isinstance(name, str) or name not in BY_GGUF_NAME:
             known = ", ".join(sorted(BY_GGUF_NAME))
-            raise ModelError(f"architecture {name!r} is not supported; supported: {known}")
+            raise ModelError(f"architecture '{name}' is not supported; supported: {known}")
         settings = Settings(metadata, BY_GGUF_NAME[name], "gguf", "the model's metadata")
         vocab = len(require(metadata, "tokenizer.ggml.tokens", settings.what))
         config = _config(settings, str(metadata.get("general.name", name)), vocab)
@@ -98,7 +98,7 @@ class ModelConfig:
     def from_hf(cls, values: Mapping[str, Any], name: str) -> "ModelConfig":
         """Read `config.json`, of which `name` is a model's name for people. ModelError names the key."""
         kind = require(values, "model_type", "config.json")
-        if kind not in BY_MODEL_TYPE:
+        if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
             known = ", ".join(sorted(BY_MODEL_TYPE))
             raise ModelError(f"model_type {kind!r} is not supported; supported: {known}")
         settings = Settings(values, BY_MODEL_TYPE[kind], "hf", "config.json")

@@ -63,5 +63,5 @@ class Settings:
 def positive(value: Any, key: str, what: str) -> float:
     """A finite number above 0, or ModelError."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ModelError(f"{what} has {key} = {value!r}; a positive number is needed")
+        raise ModelError(f"{key} is {value!r} in {what}, not a positive number")
     return float(value)

@@ -110,7 +110,7 @@ def test_a_missing_key_is_named(key):
         ),
         (
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -1.0},
-            "the model's metadata has rope factor = -1.0; a positive number is needed",
+            "rope factor is -1.0 in the model's metadata, not a positive number",
         ),
         ({"llama.expert_count": 8}, "the model's metadata lacks 'llama.expert_used_count'"),
     ],
@@ -136,5 +136,5 @@ def test_rope_table():
 @pytest.mark.parametrize("key", ["llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "1", True])
 def test_constants_must_be_positive_numbers(key, value):
-    with pytest.raises(ModelError, match=f"has {key} = .*; a positive number is needed"):
+    with pytest.raises(ModelError, match=f"{key} is .*, not a positive number"):
         ModelConfig.from_gguf({**METADATA, key: value})
