@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from batchgen.errors import ModelError, SpecError
 from batchgen.io.gguf_codes import UNPACKERS
 from batchgen.io.gguf_file import GGUFFile, TensorInfo
-from batchgen.io.model_source import file_sha256, resolve_source
+from batchgen.io.model_files import model_files
+from batchgen.io.model_source import model_sha256, resolve_source
 from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
 from batchgen.models.architectures import BY_GGUF_NAME
 from batchgen.models.config import ModelConfig
@@ -93,9 +94,9 @@ class Numerics:
 
 
 def locate_model(spec: ModelSpec, on_message: Callable[[str], None]) -> tuple[Path, str]:
-    """The model's file (fetched if need be) and its SHA-256."""
+    """The model's file (fetched if need be) and its SHA-256, see `model_sha256`."""
     path = resolve_source(spec.source, spec.sha256, on_message=on_message)
-    return path, spec.sha256 or file_sha256(path)
+    return path, spec.sha256 or model_sha256(path)
 
 
 def open_model(path: Path, pre_tokenizer: str | None = None, now: Callable[[], datetime] = datetime.now) -> ModelFile:
@@ -285,7 +286,7 @@ def describe_model(source: str, path: Path, model: ModelFile) -> dict[str, Any]:
         "name": model.config.name,
         "architecture": model.config.architecture.name,
         "file": str(path),
-        "file_bytes": path.stat().st_size,
+        "file_bytes": sum(file.stat().st_size for file in model_files(path)),
         "parameters": sum(prod(t.shape) for t in model.file.tensors.values()),
         "tensor_types": ", ".join(types),
         **{f"bytes_as_{name}": model.weight_bytes(name) for name in ("native", "int8", "bf16", "fp32")},

@@ -19,12 +19,23 @@ HALVES = {
 }
 """By type, where in a block its float16 numbers lie; any other bytes are valid codes."""
 
+OTHER_HALVES = {
+    **{"Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0], "TQ1_0": [52], "TQ2_0": [64]},
+    **{kind: [0] for kind in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+}
+"""Of types that are expanded when they are loaded."""
+
+SCALE_BYTES = {"MXFP4": ([0], 118, 130), "NVFP4": ([0, 1, 2, 3], 0x28, 0x40), "IQ1_M": ([55], 0x20, 0x30)}
+"""Types whose scales are no float16 numbers: where bytes that decide their size lie, and values that keep it small."""
+
 
 def random_blocks(rng: np.random.Generator, kind: str, outputs: int, inputs: int) -> NDArray[np.uint8]:
     """Stored rows (outputs, bytes of a row); scales of both signs and several magnitudes, zero among them."""
     size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (outputs * inputs // size, block_bytes), np.uint8)
-    for at in HALVES[kind]:
+    places, low, high = SCALE_BYTES.get(kind, ([], 0, 1))
+    blocks[:, places] = rng.integers(low, high, (len(blocks), len(places)))
+    for at in (HALVES | OTHER_HALVES).get(kind, []):
         halves = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-3, 1, len(blocks))
         halves[::17] = 0
         blocks[:, at : at + 2] = halves.astype(np.float16)[:, None].view(np.uint8)

@@ -2,14 +2,16 @@
 
 The header is parsed here, over the memory map, for two reasons: every length has to be checked before it is used,
 and `gguf.GGUFReader` keeps several numpy objects per array item, which takes seconds for a vocabulary of 50,000
-tokens. Block sizes and dequantisation are the `gguf` package's.
+tokens. Block sizes and dequantisation are the `gguf` package's. Of a split model (`gguf-split`) any part may be named;
+metadata are the first one's.
 """
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from batchgen.errors import ModelError
 from batchgen.io.gguf_codes import unpack
+from batchgen.io.model_files import gguf_parts
 from batchgen.kernels.base import Codes
 
 _MAGIC = b"GGUF"
@@ -30,7 +33,7 @@ _MAX_HEADER_BYTES = 1 << 27
 _MAX_HEADER_ITEMS = 1 << 22  # keys, array items and tensors together: bounds memory, four times a large vocabulary's
 _MIN_PAIR_BYTES = 13  # key length, value type, a value of one byte
 _MIN_TENSOR_BYTES = 32  # name length, dimension count, one dimension, type, offset
-_DEQUANTIZE_BLOCKS = 256  # blocks in a row handed to gguf's dequantize; its loop over short rows is slow
+_DEQUANTIZE_WEIGHTS = 1 << 16  # at a time: bounds what gguf's dequantize takes beside the result
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -51,7 +54,8 @@ _SCALARS = {
 class TensorInfo:
     """A tensor of the file. `shape` is in numpy order, slowest axis first: (out features, in features) for a linear.
 
-    `type_name` is ggml's ("F32", "Q4_1", ...); `offset` is the byte position in the file, `nbytes` the stored size.
+    `type_name` is ggml's ("F32", "Q4_1", ...); `offset` is the byte position in the file (the `part`-th of a split
+    model, from 0), `nbytes` the stored size.
     """
 
     name: str
@@ -59,6 +63,7 @@ class TensorInfo:
     type_name: str
     offset: int
     nbytes: int
+    part: int = 0
 
     @property
     def type(self) -> GGMLQuantizationType:
@@ -67,45 +72,44 @@ class TensorInfo:
 
 @dataclass(frozen=True, eq=False)
 class GGUFFile:
-    """An open GGUF file: `metadata` as plain Python values, `tensors` by name, weights read from the memory map."""
+    """An open GGUF model: `metadata` as plain Python values, `tensors` by name, weights read from the memory maps."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    _data: NDArray[np.uint8]
+    _maps: tuple[NDArray[np.uint8], ...]
 
     @classmethod
     def open(cls, path: str | Path) -> "GGUFFile":
-        """Maps the file and checks its whole header, in time and memory bounded by the header's size.
+        """Maps the file, or all parts of a split model, and checks whole headers, in time and memory bounded by their
+        size.
 
         Raises ModelError, naming the file and what is wrong with it, for anything that is not a sound GGUF file.
         """
         path = Path(path)
-        data = _map_file(path)
-        cursor = _Cursor(path, data[:_MAX_HEADER_BYTES])
-        tensor_count, pair_count = _read_preamble(cursor)
-        metadata = _read_metadata(cursor, pair_count)
-        tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata), len(data))
-        return cls(path, metadata, tensors, data)
+        parts = [_read_part(part) for part in gguf_parts(path)]
+        return cls(path, parts[0].metadata, _join_tensors(parts), tuple(part.data for part in parts))
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, a read-only view of shape (*shape[:-1], bytes in a row)."""
         info = self._info(name)
-        return self._data[info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], -1)
+        return self._maps[info.part][info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], -1)
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         """The tensor as a new float32 array of its shape, equal to what `gguf.quants.dequantize` gives."""
         info = self._info(name)
-        _, block_bytes = GGML_QUANT_SIZES[info.type]
-        blocks = info.nbytes // block_bytes
-        rows = self.raw(name).reshape(-1, gcd(blocks, _DEQUANTIZE_BLOCKS) * block_bytes)
+        block_size, block_bytes = GGML_QUANT_SIZES[info.type]
+        step = _DEQUANTIZE_WEIGHTS // block_size
+        raw, out = np.asarray(self.raw(name)).ravel(), np.empty(prod(info.shape), np.float32)
         try:
-            values = dequantize(np.asarray(rows), info.type)
+            for start in range(0, info.nbytes // block_bytes, step):
+                blocks = raw[start * block_bytes : (start + step) * block_bytes]
+                out[start * block_size : (start + step) * block_size] = dequantize(blocks[None], info.type)[0]
         except NotImplementedError:
             raise ModelError(
                 f"{self.path}: tensor {name!r} has type {info.type_name}, which cannot be read as float32"
             ) from None
-        return np.array(values, dtype=np.float32, copy=None if values.flags.writeable else True).reshape(info.shape)
+        return out.reshape(info.shape)
 
     def codes(self, name: str) -> Codes | None:
         """A quantised matrix as it is stored, or None when its type is not one of `gguf_codes.UNPACKERS`."""
@@ -115,6 +119,56 @@ class GGUFFile:
         if name not in self.tensors:
             raise ModelError(f"{self.path}: the model has no tensor {name!r}")
         return self.tensors[name]
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One file of a model."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    data: NDArray[np.uint8]
+
+
+def _read_part(path: Path) -> _Part:
+    data = _map_file(path)
+    cursor = _Cursor(path, data[:_MAX_HEADER_BYTES])
+    tensor_count, pair_count = _read_preamble(cursor)
+    metadata = _read_metadata(cursor, pair_count)
+    tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata), len(data))
+    return _Part(path, metadata, tensors, data)
+
+
+def _join_tensors(parts: Sequence[_Part]) -> dict[str, TensorInfo]:
+    """All tensors of the parts, each of which must be the one that its name says."""
+    tensors: dict[str, TensorInfo] = {}
+    for number, part in enumerate(parts):
+        _check_place(part, number, len(parts))
+        twice = next(iter(tensors.keys() & part.tensors.keys()), None)
+        if twice is not None:
+            raise ModelError(f"{part.path}: tensor {twice!r} is in another part of the split model, too")
+        tensors |= {name: replace(info, part=number) for name, info in part.tensors.items()}
+    wanted = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise ModelError(f"{parts[0].path}: the parts have {len(tensors)} tensors together, not {wanted!r} as they say")
+    return tensors
+
+
+def _check_place(part: _Part, number: int, count: int) -> None:
+    stated = (part.metadata.get("split.no", 0), part.metadata.get("split.count", 1))
+    if count == 1 and stated in ((0, 1), (0, 0)):
+        return
+    if count == 1:
+        raise ModelError(
+            f"{part.path}: part {stated[0]!r} (from 0) of {stated[1]!r} of a split model; the others are found only if"
+            f" their names end with -00001-of-NNNNN.gguf and so on"
+        )
+    if stated != (number, count):
+        raise ModelError(
+            f"{part.path}: its name says part {number} (from 0) of {count}, its metadata part {stated[0]!r} of"
+            f" {stated[1]!r}"
+        )
 
 
 class _Cursor:
@@ -288,7 +342,7 @@ def _place_tensor(cursor: _Cursor, alignment: int, base: int, file_size: int, en
     start, end = base + entry.offset, base + entry.offset + entry.nbytes
     if end > file_size:
         raise cursor.error(f"tensor {entry.name!r} ends at byte {end}, but the file has {file_size} (truncated?)")
-    return TensorInfo(entry.name, entry.shape, entry.type_name, start, entry.nbytes)
+    return replace(entry, offset=start)
 
 
 def _check_overlaps(cursor: _Cursor, tensors: dict[str, TensorInfo]) -> None:

