@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from batchgen.errors import ModelError, SpecError
 from batchgen.io.gguf_codes import UNPACKERS
-from batchgen.io.gguf_file import GGUFFile, TensorInfo
-from batchgen.io.model_files import model_files
+from batchgen.io.gguf_file import GGUFFile
+from batchgen.io.model_files import TensorInfo, WeightsFile, check_kind, model_files, read_json
 from batchgen.io.model_source import model_sha256, resolve_source
+from batchgen.io.safetensors_file import SafetensorsModel
 from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
 from batchgen.models.architectures import BY_GGUF_NAME
 from batchgen.models.config import ModelConfig
@@ -39,7 +40,7 @@ AUTO_MEMORY_SHARE = 0.5
 class ModelFile:
     """An opened model, its weights still on disk."""
 
-    file: GGUFFile
+    file: WeightsFile
     config: ModelConfig
     tokenizer: Tokenizer
     chat: ChatTemplate | None
@@ -100,18 +101,44 @@ def locate_model(spec: ModelSpec, on_message: Callable[[str], None]) -> tuple[Pa
 
 
 def open_model(path: Path, pre_tokenizer: str | None = None, now: Callable[[], datetime] = datetime.now) -> ModelFile:
-    """Read the header: configuration, vocabulary, chat template, whose date is `now`. ModelError names the file."""
-    file = GGUFFile.open(path)
+    """Read the headers of a GGUF file or a safetensors directory: configuration, vocabulary, chat template, whose date
+    is `now`. ModelError names the file."""
+    check_kind(path)
     try:
-        config = ModelConfig.from_gguf(file.metadata)
-        tokenizer = Tokenizer.from_gguf(file.metadata, pre_tokenizer)
+        if path.is_dir():
+            file, config, tokenizer = _open_directory(path, pre_tokenizer)
+        else:
+            file, config, tokenizer = _open_gguf(path, pre_tokenizer)
         template = tokenizer.chat_template
         chat = ChatTemplate(template, tokenizer.bos_token, tokenizer.eos_token, now) if template else None
     except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
+        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from None
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
         raise ModelError(f"{path}: malformed metadata: {type(error).__name__}: {error}") from None
     return ModelFile(file, config, tokenizer, chat)
+
+
+Opened = tuple[WeightsFile, ModelConfig, Tokenizer]
+
+
+def _open_gguf(path: Path, pre_tokenizer: str | None) -> Opened:
+    file = GGUFFile.open(path)
+    return file, ModelConfig.from_gguf(file.metadata), Tokenizer.from_gguf(file.metadata, pre_tokenizer)
+
+
+def _open_directory(path: Path, pre_tokenizer: str | None) -> Opened:
+    if pre_tokenizer is not None:
+        raise ModelError(f"model.pre_tokenizer is '{pre_tokenizer}', but tokenizer.json has its own: remove it")
+    config = ModelConfig.from_hf(read_json(path / "config.json"), path.resolve().name)
+    file = SafetensorsModel.open(path, lambda name: name)
+    _check_vocabulary(file, config.shape.vocab_size)
+    return file, config, Tokenizer.from_file(path / "tokenizer.json", config.shape.vocab_size)
+
+
+def _check_vocabulary(file: WeightsFile, size: int) -> None:
+    """What `config.json` says must be so before anything of that size is made."""
+    if not any(info.shape[:1] == (size,) for info in file.tensors.values()):
+        raise ModelError(f"vocab_size is {size}, but no tensor of the model has as many rows")
 
 
 def resolve_numerics(model: ModelSpec, engine: EngineSpec) -> Numerics:

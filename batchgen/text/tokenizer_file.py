@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from batchgen.errors import ModelError
+from batchgen.io.model_files import parse_json, read_bytes, read_json
 from batchgen.text.encoders import BpeEncoder
 from batchgen.text.pieces import byte_level_pieces, spm_piece
 from batchgen.text.spellings import Spellings
@@ -17,8 +18,9 @@ from batchgen.text.spellings import Spellings
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """`data`: the file's content. `settings`: `tokenizer_config.json` and `generation_config.json` beside it, merged,
-    with `chat_template` from `chat_template.jinja` where that file exists. `digest`: of the file's bytes."""
+    """`data`: the file's content. `digest`: of the file's bytes. `settings`: `tokenizer_config.json` beside it, with
+    `chat_template` from `chat_template.jinja` where that file exists, and `eos_token_id` from `generation_config.json`,
+    or from `config.json` where that says none."""
 
     path: Path
     data: dict[str, Any]
@@ -59,8 +61,10 @@ class TokenizerFile:
 
     def end_token_ids(self) -> frozenset[int]:
         """From `tokenizer_config.json` (eos_token) and `generation_config.json` (eos_token_id, one or several)."""
-        listed = self.settings.get("eos_token_id")
-        ids = listed if isinstance(listed, list) else [listed]
+        listed = self.settings["eos_token_id"]
+        ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ModelError(f"{self.path.parent}: eos_token_id is {listed!r}: one or several token ids are expected")
         return frozenset(i for i in [*ids, self.token_id("eos_token")] if i is not None)
 
     def chat_template(self) -> str | None:
@@ -73,19 +77,24 @@ class TokenizerFile:
 
 def read_tokenizer_file(path: Path) -> TokenizerFile:
     """Raises ModelError when a file cannot be read."""
-    content = _read(path)
-    data = _parse_json(path, content)
+    content = read_bytes(path)
+    data = parse_json(path, content)
     if not isinstance(data.get("model"), dict) or "vocab" not in data["model"]:
         raise ModelError(f"{path}: not a tokenizer.json (it has no model.vocab)")
     data.setdefault("added_tokens", [])
-    settings: dict[str, Any] = {}
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        beside = path.with_name(name)
-        settings |= _parse_json(beside, _read(beside)) if beside.exists() else {}
+    settings = _beside(path, "tokenizer_config.json")
+    ends = [_beside(path, name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    settings["eos_token_id"] = next((ids for ids in ends if ids is not None), None)
     template = path.with_name("chat_template.jinja")
     if template.exists():
-        settings["chat_template"] = _read(template).decode("utf-8", "replace")
+        settings["chat_template"] = read_bytes(template).decode("utf-8", "replace")
     return TokenizerFile(path, data, settings, hashlib.sha256(content).hexdigest())
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """The content of a file in the same folder; nothing where there is none."""
+    file = path.with_name(name)
+    return read_json(file) if file.exists() else {}
 
 
 def build_encoder(file: TokenizerFile, spellings: Spellings) -> BpeEncoder:
@@ -106,10 +115,15 @@ def build_encoder(file: TokenizerFile, spellings: Spellings) -> BpeEncoder:
         raise ModelError(f"{file.path}: the tokenizer cannot be built: {error}") from None
 
 
-def file_pieces(file: TokenizerFile) -> list[bytes]:
-    """What each id adds to a text, by the file's decoder. Raises ModelError for a decoder that is not known."""
+def file_pieces(file: TokenizerFile, vocab_size: int | None) -> list[bytes]:
+    """What each id adds to a text, by the file's decoder; nothing for those beyond the vocabulary.
+
+    Raises ModelError for a decoder that is not known, and for ids that the model does not know."""
     vocab = file.vocab
-    texts = [""] * (max(vocab.values()) + 1)
+    last = max(vocab.values())
+    if vocab_size is not None and last >= vocab_size:
+        raise ModelError(f"{file.path}: has token id {last}, but the model knows {vocab_size} tokens (vocab_size)")
+    texts = [""] * (vocab_size or last + 1)
     for text, i in vocab.items():
         texts[i] = text
     pieces = _decoder_pieces(file, texts)
@@ -153,20 +167,3 @@ def _flatten(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     if part is None:
         return []
     return list(part[key]) if part.get("type") == "Sequence" else [part]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _parse_json(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(content)
-    except ValueError as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: a JSON object is expected")
-    return data

@@ -199,4 +199,4 @@ def test_paths(tmp_path, monkeypatch, heard):
     monkeypatch.chdir(tmp_path)
     assert resolve_source("model.gguf", None, on_message=heard.append).read_bytes() == MODEL
     assert "does not exist" in refused("none.gguf")
-    assert "is a directory" in refused(str(tmp_path))
+    assert "without config.json; name one of its GGUF files, such as model.gguf" in refused(str(tmp_path))

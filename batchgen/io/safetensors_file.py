@@ -1,0 +1,149 @@
+"""Reads the weights of a Hugging Face model directory (https://huggingface.co/docs/safetensors), trusting nothing.
+
+The header is parsed here since the `safetensors` package gives bfloat16 to torch only. Its checks are those of the
+package, and more: every byte of the data belongs to exactly one tensor.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen.errors import ModelError
+from batchgen.io.model_files import TensorInfo, parse_json, safetensors_files, safetensors_index
+from batchgen.kernels.base import Codes
+
+_MAX_HEADER_BYTES = 1 << 25
+_MAX_DIMS = 8
+_ITEM_BYTES = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
+    **{"U16": 2, "I16": 2, "F16": 2, "BF16": 2},
+    **{"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8},
+}
+_FLOATS = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+
+
+@dataclass(frozen=True, eq=False)
+class SafetensorsModel:
+    """The weights of a directory, read from memory maps; `tensors` by the names that `rename` gave them."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    _maps: tuple[NDArray[np.uint8], ...]
+
+    @classmethod
+    def open(cls, directory: Path, rename: Callable[[str], str | None]) -> "SafetensorsModel":
+        """Maps all files and checks their whole headers.
+
+        rename: from a file's name of a tensor to the one that it is asked for by; None for one that is not needed.
+        Raises ModelError, naming the file and what is wrong with it, for anything that is not sound.
+        """
+        files = safetensors_files(directory)
+        maps = tuple(_map_file(file) for file in files)
+        tensors: dict[str, TensorInfo] = {}
+        for number, (file, data) in enumerate(zip(files, maps, strict=True)):
+            found = {name: replace(info, part=number) for name, info in _read_header(file, data).items()}
+            twice = next(iter(tensors.keys() & found.keys()), None)
+            if twice is not None:
+                raise ModelError(f"{file}: tensor {twice!r} is in another file of the model, too")
+            tensors |= found
+        _check_index(directory, files, tensors)
+        renamed = {new: info for name, info in tensors.items() if (new := rename(name)) is not None}
+        return cls(directory, renamed, maps)
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor, a read-only view."""
+        info = self._info(name)
+        return self._maps[info.part][info.offset : info.offset + info.nbytes]
+
+    def dequantize(self, name: str) -> NDArray[np.float32]:
+        """The tensor as a new float32 array of its shape."""
+        info, raw = self._info(name), self.raw(name)
+        if info.type_name == "BF16":
+            out = np.empty(prod(info.shape), np.uint32)
+            np.left_shift(raw.view("<u2"), 16, out=out, dtype=np.uint32)
+            return out.view(np.float32).reshape(info.shape)
+        if info.type_name not in _FLOATS:
+            raise ModelError(
+                f"{self.path}: tensor {info.name!r} has type {info.type_name}; weights are read as F32, F16 or BF16"
+            )
+        return raw.view(_FLOATS[info.type_name]).astype(np.float32).reshape(info.shape)
+
+    def codes(self, name: str) -> Codes | None:
+        """None: these are floats."""
+        return None
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise ModelError(f"{self.path}: the model has no tensor {name!r}")
+        return self.tensors[name]
+
+
+def _map_file(path: Path) -> NDArray[np.uint8]:
+    try:
+        if path.stat().st_size < 8:
+            raise _error(path, "it has no header (truncated?)")
+        return np.memmap(path, np.uint8, "r").view(np.ndarray)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _error(path: Path, what: str) -> ModelError:
+    return ModelError(f"{path}: not a sound safetensors file: {what}")
+
+
+def _read_header(path: Path, data: NDArray[np.uint8]) -> dict[str, TensorInfo]:
+    """All tensors by name, in the order of the file."""
+    length = struct.unpack("<Q", data[:8].tobytes())[0]
+    if length > min(len(data) - 8, _MAX_HEADER_BYTES):
+        raise _error(path, f"a header of {length} bytes in a file of {len(data)} (truncated?)")
+    header = parse_json(path, data[8 : 8 + length].tobytes(), unique=True)
+    header.pop("__metadata__", None)
+    begin = 8 + length
+    tensors = [_read_entry(path, name, entry, begin) for name, entry in header.items()]
+    tensors.sort(key=lambda info: (info.offset, info.nbytes))
+    _check_cover(path, tensors, begin, len(data))
+    return {info.name: info for info in tensors}
+
+
+def _read_entry(path: Path, name: str, entry: Any, begin: int) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _error(path, f"the entry of tensor {name!r} is not dtype, shape and data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in _ITEM_BYTES:
+        raise _error(path, f"tensor {name!r} has unknown type {kind!r}")
+    if not _whole_numbers(shape) or len(shape) > _MAX_DIMS or not _whole_numbers(offsets) or len(offsets) != 2:
+        raise _error(path, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
+    nbytes = prod(shape) * _ITEM_BYTES[kind]
+    if offsets[1] - offsets[0] != nbytes:
+        raise _error(path, f"tensor {name!r} has {offsets[1] - offsets[0]} bytes; {kind} of {shape} takes {nbytes}")
+    return TensorInfo(name, tuple(shape), kind, begin + offsets[0], nbytes)
+
+
+def _whole_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _check_cover(path: Path, tensors: list[TensorInfo], begin: int, size: int) -> None:
+    """Each tensor starts where the one before ends, the last ends with the file."""
+    place, before = begin, "the header"
+    for info in tensors:
+        if info.offset != place:
+            what = "overlaps" if info.offset < place else "does not follow"
+            raise _error(path, f"tensor {info.name!r} {what} {before}")
+        place, before = info.offset + info.nbytes, f"tensor {info.name!r}"
+    if place > size:
+        raise _error(path, f"{before} ends at byte {place}, but the file has {size} (truncated?)")
+    if place < size:
+        raise _error(path, f"{size - place} bytes after {before} belong to no tensor")
+
+
+def _check_index(directory: Path, files: list[Path], tensors: Mapping[str, TensorInfo]) -> None:
+    for name, file in safetensors_index(directory).items():
+        if name not in tensors or files[tensors[name].part].name != file:
+            raise ModelError(f"{directory / file}: lacks tensor {name!r}, which the index says it has")
