@@ -4,6 +4,8 @@ Another format is another line of `FORMATS`.
 """
 
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ from batchgen.loading import load_model, open_model
 from batchgen.spec import load_spec
 from tests.conftest import ROOT
 from tests.gguf_bytes import tiny_gguf, tiny_metadata
+from tests.hf_models import directory_config, hf_config, write_directory
 from tests.tiny_model import Chunk, make_batch
 
 Seams = Callable[[Path], Sequence[int]]
@@ -99,6 +102,44 @@ def gguf_seams(path: Path) -> list[int]:
     return [*seams, *(tensor.offset for tensor in file.tensors.values())]
 
 
+# --- model directories, as one file: what each holds behind a line with its name
+
+MARK = "\n--- {} ---\n"
+
+
+def directory_sample(rng: np.random.Generator) -> bytes:
+    """A directory whose settings may lie."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_directory(Path(folder), _changes(rng), kind=str(rng.choice(["F32", "F16", "BF16"])), num_layers=1)
+        files = sorted(Path(folder).iterdir())
+        return b"".join(MARK.format(file.name).encode() + file.read_bytes() for file in files)
+
+
+def _changes(rng: np.random.Generator) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    while rng.random() < 0.2:
+        changes[str(rng.choice(list(hf_config(directory_config()))))] = LIES[rng.integers(len(LIES))]
+    return changes
+
+
+def directory_seams(path: Path) -> list[int]:
+    """Where words begin, but in the weights themselves."""
+    raw = path.read_bytes()
+    weights = raw.index(b"model.safetensors")
+    texts = [range(0, weights + 2000), range(raw.index(b"\n--- tok"), len(raw))]
+    return [at for text in texts for at in text if raw[at : at + 1] in b'"{[:,-']
+
+
+def read_directory(path: Path) -> None:
+    folder = Path(f"{path}.d")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    pieces = re.split(rb"\n--- ([\w.]+) ---\n", path.read_bytes())
+    for name, content in zip(pieces[1::2], pieces[2::2], strict=True):
+        (folder / name.decode()).write_bytes(content)
+    read_model(folder)
+
+
 # --- specs
 
 SPEC = """\
@@ -140,6 +181,7 @@ def read_spec(path: Path) -> None:
 FORMATS = {
     "gguf-bpe": Format(".gguf", partial(lying_gguf, "gpt2"), gguf_seams, read_model),
     "gguf-spm": Format(".gguf", partial(lying_gguf, "llama"), gguf_seams, read_model),
+    "directory": Format(".directory", directory_sample, directory_seams, read_directory),
     "spec": Format(".yaml", spec_sample, spec_seams, read_spec),
 }
 REFUSALS = (BatchgenError,)

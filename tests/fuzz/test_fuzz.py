@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.fuzz.batch import MORE_MEMORY, SECONDS
 from tests.fuzz.formats import FORMATS
 
-QUICK = {"gguf-bpe": 1200, "gguf-spm": 1000, "spec": 300}
+QUICK = {"gguf-bpe": 1000, "gguf-spm": 1000, "directory": 400, "spec": 300}
 
 
 def test_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
