@@ -109,7 +109,7 @@ class Tokenizer:
             eos_token_id=file.token_id("eos_token"),
             end_token_ids=file.end_token_ids(),
             add_bos=add_bos,
-            chat_template=file.chat_template(),
+            chat_template=file.settings.chat_template(),
             fingerprint=_digest([file.digest, bos if add_bos else None]),
         )
         return cls(tokenizer_file.build_encoder(file, spellings), spellings, info)

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `tokenizer.json` (and the settings files beside it)."""
+"""Reading a Hugging Face `tokenizer.json`."""
 
 import hashlib
 import json
@@ -10,21 +10,20 @@ from typing import Any
 import tokenizers
 
 from batchgen.errors import ModelError
-from batchgen.io.model_files import parse_json, read_bytes, read_json
+from batchgen.io.model_files import parse_json, read_bytes
 from batchgen.text.encoders import BpeEncoder
 from batchgen.text.pieces import byte_level_pieces, spm_piece
+from batchgen.text.settings import TokenizerSettings
 from batchgen.text.spellings import Spellings
 
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """`data`: the file's content. `digest`: of the file's bytes. `settings`: `tokenizer_config.json` beside it, with
-    `chat_template` from `chat_template.jinja` where that file exists, and `eos_token_id` from `generation_config.json`,
-    or from `config.json` where that says none."""
+    """`data`: the file's content. `digest`: of the file's bytes."""
 
     path: Path
     data: dict[str, Any]
-    settings: dict[str, Any]
+    settings: TokenizerSettings
     digest: str
 
     @property
@@ -43,8 +42,8 @@ class TokenizerFile:
         file's post-processor puts it there."""
         prefix = self._prefix_token_id()
         bos = self.token_id("bos_token")
-        add_bos = self.settings.get("add_bos_token")
-        return prefix if bos is None else bos, prefix is not None if add_bos is None else bool(add_bos)
+        add_bos = self.settings.add_bos
+        return prefix if bos is None else bos, prefix is not None if add_bos is None else add_bos
 
     def _prefix_token_id(self) -> int | None:
         for processor in _flatten(self.data.get("post_processor"), "processors"):
@@ -55,24 +54,12 @@ class TokenizerFile:
 
     def token_id(self, key: str) -> int | None:
         """The id of the token that `tokenizer_config.json` names under `key` (such as "bos_token")."""
-        value = self.settings.get(key)
-        text = value.get("content") if isinstance(value, dict) else value
+        text = self.settings.token(key)
         return None if text is None else self.vocab.get(text)
 
     def end_token_ids(self) -> frozenset[int]:
         """From `tokenizer_config.json` (eos_token) and `generation_config.json` (eos_token_id, one or several)."""
-        listed = self.settings["eos_token_id"]
-        ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise ModelError(f"{self.path.parent}: eos_token_id is {listed!r}: one or several token ids are expected")
-        return frozenset(i for i in [*ids, self.token_id("eos_token")] if i is not None)
-
-    def chat_template(self) -> str | None:
-        """The template; of several named ones, the one called "default"."""
-        template = self.settings.get("chat_template")
-        if isinstance(template, list):
-            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-        return template
+        return frozenset(i for i in [*self.settings.listed_ends(), self.token_id("eos_token")] if i is not None)
 
 
 def read_tokenizer_file(path: Path) -> TokenizerFile:
@@ -82,19 +69,8 @@ def read_tokenizer_file(path: Path) -> TokenizerFile:
     if not isinstance(data.get("model"), dict) or "vocab" not in data["model"]:
         raise ModelError(f"{path}: not a tokenizer.json (it has no model.vocab)")
     data.setdefault("added_tokens", [])
-    settings = _beside(path, "tokenizer_config.json")
-    ends = [_beside(path, name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-    settings["eos_token_id"] = next((ids for ids in ends if ids is not None), None)
-    template = path.with_name("chat_template.jinja")
-    if template.exists():
-        settings["chat_template"] = read_bytes(template).decode("utf-8", "replace")
+    settings = TokenizerSettings.read(path.parent)
     return TokenizerFile(path, data, settings, hashlib.sha256(content).hexdigest())
-
-
-def _beside(path: Path, name: str) -> dict[str, Any]:
-    """The content of a file in the same folder; nothing where there is none."""
-    file = path.with_name(name)
-    return read_json(file) if file.exists() else {}
 
 
 def build_encoder(file: TokenizerFile, spellings: Spellings) -> BpeEncoder:
