@@ -127,12 +127,10 @@ def _open_gguf(path: Path, pre_tokenizer: str | None) -> Opened:
 
 
 def _open_directory(path: Path, pre_tokenizer: str | None) -> Opened:
-    if pre_tokenizer is not None:
-        raise ModelError(f"model.pre_tokenizer is '{pre_tokenizer}', but tokenizer.json has its own: remove it")
     config = ModelConfig.from_hf(read_json(path / "config.json"), path.resolve().name)
     file = SafetensorsModel.open(path, lambda name: name)
     _check_vocabulary(file, config.shape.vocab_size)
-    return file, config, Tokenizer.from_file(path / "tokenizer.json", config.shape.vocab_size)
+    return file, config, Tokenizer.from_directory(path, config.shape.vocab_size, pre_tokenizer)
 
 
 def _check_vocabulary(file: WeightsFile, size: int) -> None:

@@ -13,13 +13,9 @@ from batchgen.errors import ModelError
 from batchgen.kernels.base import Codes
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-_SETTINGS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")
+"""The first that is there is read, or else a `.tiktoken` file."""
+_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -56,7 +52,15 @@ def model_files(path: Path) -> list[Path]:
     settings that there are and the weights."""
     if not path.is_dir():
         return gguf_parts(path)
-    return [*(file for name in _SETTINGS if (file := path / name).is_file()), *safetensors_files(path)]
+    settings = [path / name for name in _SETTINGS if (path / name).is_file()]
+    tokenizer = tokenizer_path(path)
+    return [*settings, *([] if tokenizer is None else [tokenizer]), *safetensors_files(path)]
+
+
+def tokenizer_path(directory: Path) -> Path | None:
+    """The file of a directory that its vocabulary is read from."""
+    paths = [*(directory / name for name in TOKENIZERS), *sorted(directory.glob("*.tiktoken"))]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def check_kind(path: Path) -> None:

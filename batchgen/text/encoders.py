@@ -1,4 +1,4 @@
-"""Text to token ids: byte-level BPE by `tokenizers`, SPM by `sentencepiece`; both built from a GGUF vocabulary.
+"""Text to token ids: byte-level BPE by `tokenizers`, SPM and Unigram by `sentencepiece`; built from a vocabulary.
 
 An encoder knows nothing of control tokens but *atoms*: strings that always become one token, whatever is around them.
 """
@@ -35,8 +35,8 @@ class BpeEncoder:
 
 
 class SpmEncoder:
-    """`sentencepiece` on the text between atoms; as llama.cpp does, a space goes before the text at the start and
-    before text that follows an atom, if the model adds one at all (`space_prefix`).
+    """`sentencepiece` on the text between atoms; as in llama.cpp, a space goes before the text at the start and before
+    text that follows an atom, if the model adds one at all.
 
     trimmed: the atoms that swallow the white space behind them.
     """
@@ -45,18 +45,16 @@ class SpmEncoder:
         self,
         processor: sentencepiece.SentencePieceProcessor,
         atoms: Mapping[str, int],
-        space_prefix: bool,
         trimmed: Sequence[str] = (),
     ):
         self._processor = processor
         self._atoms = atoms
-        self._prefix = " " if space_prefix else ""
         self._trimmed = frozenset(trimmed)
         self._split = re.compile(f"({any_of(atoms)})" if atoms else r"((?!))")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         rows = [self._segments(text) for text in texts]
-        plain = [self._prefix + text for row in rows for text, atom in row if atom is None]
+        plain = [text for row in rows for text, atom in row if atom is None]
         encoded = iter(self._processor.encode(plain, out_type=int, num_threads=-1) if plain else ())
         return [[i for _, atom in row for i in (next(encoded) if atom is None else (atom,))] for row in rows]
 
@@ -87,7 +85,7 @@ def build_bpe(vocab: GgufVocab, pre: PreTokenizer, stand_ins: Mapping[str, str])
     except Exception as error:  # the library's own class, without a name to catch
         raise ModelError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from None
     tokenizer = tokenizers.Tokenizer(model)
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    splits = [pre_tokenizers.Split(_regex(pattern), "isolated") for pattern in pre.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,15 +95,22 @@ def build_bpe(vocab: GgufVocab, pre: PreTokenizer, stand_ins: Mapping[str, str])
     return BpeEncoder(tokenizer)
 
 
+def _regex(pattern: str) -> Regex:
+    try:
+        return Regex(pattern)
+    except Exception as error:  # as above
+        raise ModelError(f"the tokenizer's pattern is no regular expression: {error}") from None
+
+
 def build_spm(vocab: GgufVocab, stand_ins: Mapping[str, str]) -> SpmEncoder:
-    """An SPM encoder: a sentencepiece model with the file's tokens, scores and types, and no normalisation."""
+    """An SPM encoder: a sentencepiece model with the file's tokens, scores and types, and no table of characters."""
     proto = ModelProto()
-    proto.trainer_spec.model_type = TrainerSpec.BPE
+    proto.trainer_spec.model_type = TrainerSpec.BPE if vocab.kind == "llama" else TrainerSpec.UNIGRAM
     proto.trainer_spec.byte_fallback = BYTE in vocab.types
     proto.trainer_spec.vocab_size = len(vocab.tokens)
     proto.normalizer_spec.name = "identity"
-    proto.normalizer_spec.add_dummy_prefix = False
-    proto.normalizer_spec.remove_extra_whitespaces = False
+    proto.normalizer_spec.add_dummy_prefix = vocab.add_space_prefix is not False
+    proto.normalizer_spec.remove_extra_whitespaces = vocab.remove_extra_spaces
     for text, score, kind in zip(vocab.tokens, vocab.scores, _piece_types(vocab), strict=True):
         proto.pieces.add(piece=text, score=score, type=kind)
     processor = sentencepiece.SentencePieceProcessor()
@@ -116,7 +121,7 @@ def build_spm(vocab: GgufVocab, stand_ins: Mapping[str, str]) -> SpmEncoder:
     controls = {stand_ins[spelling]: i for spelling, i in control_tokens(vocab).items()}
     defined = {vocab.tokens[i]: i for i in vocab.ids_of_type(USER_DEFINED)}
     trimmed = tuple(controls) if vocab.trims_after else ()
-    return SpmEncoder(processor, controls | defined, vocab.add_space_prefix is not False, trimmed)
+    return SpmEncoder(processor, controls | defined, trimmed)
 
 
 def control_tokens(vocab: GgufVocab) -> dict[str, int]:

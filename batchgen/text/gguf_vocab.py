@@ -17,14 +17,19 @@ LONGEST_CONTROL = 128
 
 _PREFIX = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>"),
+    *("<|call|>", "<EOT>", "[EOT]", "<end_of_utterance>"),
+)
 
 
 @dataclass(frozen=True)
 class GgufVocab:
     """`types` and `scores` run parallel to `tokens` (the index is the id). `merges` are pairs, best first.
 
-    `trims_after`: white space after a control token belongs to it (Phi-3).
+    `kind`: "gpt2" (byte-level BPE), "llama" (sentencepiece BPE, called SPM) or "t5" (sentencepiece Unigram).
+    `trims_after`: white space after a control token belongs to it (Phi-3). `remove_extra_spaces`: sentencepiece's
+    `remove_extra_whitespaces`.
     """
 
     kind: str
@@ -42,6 +47,7 @@ class GgufVocab:
     add_space_prefix: bool | None
     trims_after: bool
     chat_template: str | None
+    remove_extra_spaces: bool = False
 
     def ids_of_type(self, *types: int) -> list[int]:
         return [i for i, kind in enumerate(self.types) if kind in types]
@@ -52,13 +58,15 @@ def read_vocab(metadata: Mapping[str, Any]) -> GgufVocab:
     kind = _text(metadata, _PREFIX + "model")
     if kind is None:
         raise ModelError("the model file holds no tokenizer (tokenizer.ggml.model is missing)")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "t5"):
         raise ModelError(
-            f"tokenizer.ggml.model is '{kind}': only 'gpt2' (byte-level BPE) and 'llama' (SPM) can be read"
+            f"tokenizer.ggml.model is '{kind}': only 'gpt2' (byte-level BPE), 'llama' (SPM) and 't5' (Unigram) can be"
+            f" read"
         )
+    refuse_charsmap(_list(metadata, "precompiled_charsmap"))
     tokens = _tokens(metadata)
     types = _parallel(metadata, "token_type", len(tokens), NORMAL)
-    _check_controls(tokens, types)
+    check_tokens(_PREFIX + "tokens", tokens, types)
     name = str(metadata.get("general.name", "")).lower()
     eos = _token_id(metadata, "eos_token_id", len(tokens), _spm_default(kind, "</s>", tokens))
     return GgufVocab(
@@ -77,6 +85,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> GgufVocab:
         add_space_prefix=_flag(metadata, "add_space_prefix"),
         trims_after="phi-3" in name or "phi3" in name,
         chat_template=_text(metadata, "tokenizer.chat_template"),
+        remove_extra_spaces=_flag(metadata, "remove_extra_whitespaces") is True,
     )
 
 
@@ -84,12 +93,7 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     tokens = _list(metadata, "tokens")
     if not tokens:
         raise ModelError("the model file holds no vocabulary (tokenizer.ggml.tokens is missing or empty)")
-    named = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(tokens))
-    if len(set(named)) != len(named):
-        first: dict[str, int] = {}
-        i, text = next((i, text) for i, text in enumerate(named) if first.setdefault(text, i) != i)
-        raise ModelError(f"tokenizer.ggml.tokens: {text!r} occurs twice, as ids {first[text]} and {i}")
-    return named
+    return tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(tokens))
 
 
 def _parallel(metadata: Mapping[str, Any], key: str, length: int, default: Any) -> tuple[Any, ...]:
@@ -101,12 +105,25 @@ def _parallel(metadata: Mapping[str, Any], key: str, length: int, default: Any) 
     return tuple(values[:length])
 
 
-def _check_controls(tokens: Sequence[str], types: Sequence[int]) -> None:
-    """What finds control tokens in text nests as deep as they are long, and holds all that they begin with."""
+def check_tokens(where: str, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """No token occurs twice. What finds control tokens in text nests as deep as they are long, and holds all that they
+    begin with, so they are short."""
+    if len(set(tokens)) != len(tokens):
+        first: dict[str, int] = {}
+        i, text = next((i, text) for i, text in enumerate(tokens) if first.setdefault(text, i) != i)
+        raise ModelError(f"{where}: {text!r} occurs twice, as ids {first[text]} and {i}")
     for i, (text, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind in (CONTROL, UNKNOWN) and len(text) > LONGEST_CONTROL:
-            what = f"{_PREFIX}tokens[{i}] is a control token of {len(text)} characters"
+            what = f"{where}[{i}] is a control token of {len(text)} characters"
             raise ModelError(f"{what}; up to {LONGEST_CONTROL} are possible")
+
+
+def refuse_charsmap(charsmap: Sequence[int] | None) -> None:
+    """sentencepiece follows its pointers without a look."""
+    if charsmap:
+        raise ModelError(
+            "the tokenizer changes characters by a table (precompiled_charsmap), which is read from tokenizer.json only"
+        )
 
 
 def _merges(metadata: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -11,7 +11,7 @@ def gguf_pieces(vocab: GgufVocab) -> list[bytes]:
     """One entry per id. Control and user-defined tokens are their spelling."""
     as_spelled = (CONTROL, UNKNOWN, USER_DEFINED)
     return [
-        text.encode() if kind in as_spelled else spm_piece(text, kind == BYTE) if vocab.kind == "llama" else piece
+        text.encode() if kind in as_spelled else piece if vocab.kind == "gpt2" else spm_piece(text, kind == BYTE)
         for text, kind, piece in zip(vocab.tokens, vocab.types, byte_level_pieces(vocab.tokens), strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for a vocabulary from a GGUF file or a `tokenizer.json`.
+"""Text to token ids and back, for a vocabulary from a GGUF file or a model directory.
 
 Three ways to read a text, differing only in what a control token's spelling (such as `<|im_end|>`) means:
 
@@ -22,11 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import ModelError, RowError
+from batchgen.io.model_files import TOKENIZERS, tokenizer_path
 from batchgen.text import gguf_vocab, tokenizer_file
 from batchgen.text.encoders import Encoder, build_bpe, build_spm, control_tokens
 from batchgen.text.pieces import gguf_pieces
 from batchgen.text.pre_tokenizers import PreTokenizer, find_pre_tokenizer
 from batchgen.text.spellings import Spellings
+from batchgen.text.vocab_files import read_vocab_file
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,37 @@ class Tokenizer:
         one names no known pre-tokenizer.
         """
         vocab = gguf_vocab.read_vocab(metadata)
-        pre = _pre_tokenizer(vocab, pre_tokenizer)
-        add_bos = _default_add_bos(pre) if vocab.add_bos is None else vocab.add_bos
+        return cls._from_vocab(vocab, _pre_tokenizer(vocab, pre_tokenizer), len(vocab.tokens))
+
+    @classmethod
+    def from_directory(cls, folder: Path, vocab_size: int, pre_tokenizer: str | None = None) -> "Tokenizer":
+        """From a model directory's `tokenizer.json`, or else `tekken.json`, `tokenizer.model` or a `.tiktoken` file.
+
+        vocab_size: how many ids the model knows; those beyond the file's add nothing to a text.
+        pre_tokenizer: for tiktoken files only, which do not say theirs.
+        Raises ModelError when there is none, and for what is malformed.
+        """
+        path = tokenizer_path(folder)
+        if path is None:
+            raise ModelError(f"{folder}: has no tokenizer ({', '.join(TOKENIZERS)} or NAME.tiktoken)")
+        if path.name == "tokenizer.json" and pre_tokenizer is None:
+            return cls.from_file(path, vocab_size)
+        if path.name == "tokenizer.json":
+            raise ModelError(f"model.pre_tokenizer is '{pre_tokenizer}', but tokenizer.json has its own: remove it")
+        vocab, pre = read_vocab_file(path, pre_tokenizer)
+        if len(vocab.tokens) > vocab_size:
+            raise ModelError(f"{path}: has {len(vocab.tokens)} tokens, but the model knows {vocab_size} (vocab_size)")
+        return cls._from_vocab(vocab, pre, vocab_size)
+
+    @classmethod
+    def _from_vocab(cls, vocab: gguf_vocab.GgufVocab, pre: PreTokenizer | None, vocab_size: int) -> "Tokenizer":
+        add_bos = _default_add_bos(vocab, pre) if vocab.add_bos is None else vocab.add_bos
         if add_bos:
             _needed_bos(vocab.bos_token_id)
         spellings = Spellings(control_tokens(vocab))
         encoder = build_spm(vocab, spellings.stand_ins) if pre is None else build_bpe(vocab, pre, spellings.stand_ins)
         info = TokenizerInfo(
-            pieces=gguf_pieces(vocab),
+            pieces=gguf_pieces(vocab) + [b""] * (vocab_size - len(vocab.tokens)),
             bos_token_id=vocab.bos_token_id,
             eos_token_id=vocab.eos_token_id,
             end_token_ids=vocab.end_token_ids,
@@ -216,16 +241,18 @@ class IncrementalDecoder:
 
 
 def _pre_tokenizer(vocab: gguf_vocab.GgufVocab, override: str | None) -> PreTokenizer | None:
-    """None for SPM, which has none."""
+    """None for SPM and Unigram, which have none."""
     if vocab.kind == "gpt2":
         return find_pre_tokenizer(override or vocab.pre, vocab.architecture)
     if override is not None:
-        raise ModelError(f"model.pre_tokenizer is '{override}', but the model's tokenizer (SPM) has none: remove it")
+        raise ModelError(
+            f"model.pre_tokenizer is '{override}', but the model's tokenizer ({vocab.kind}) has none: remove it"
+        )
     return None
 
 
-def _default_add_bos(pre: PreTokenizer | None) -> bool:
-    return True if pre is None else pre.add_bos
+def _default_add_bos(vocab: gguf_vocab.GgufVocab, pre: PreTokenizer | None) -> bool:
+    return vocab.kind == "llama" if pre is None else pre.add_bos
 
 
 def _needed_bos(bos_token_id: int | None) -> int:
@@ -238,7 +265,7 @@ def _gguf_fingerprint(vocab: gguf_vocab.GgufVocab, pre: PreTokenizer | None, add
     rules = None if pre is None else [pre.patterns, pre.ignore_merges]
     scores = vocab.scores if pre is None else None
     bos = vocab.bos_token_id if add_bos else None
-    spaces = [vocab.add_space_prefix is not False, vocab.trims_after]
+    spaces = [vocab.add_space_prefix is not False, vocab.trims_after, vocab.remove_extra_spaces]
     return _digest([vocab.kind, rules, vocab.tokens, vocab.types, scores, vocab.merges, bos, spaces])
 
 
