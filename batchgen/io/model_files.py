@@ -15,8 +15,8 @@ from batchgen.kernels.base import Codes
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")
 """The first that is there is read, or else a `.tiktoken` file."""
-_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -52,7 +52,7 @@ def model_files(path: Path) -> list[Path]:
     settings that there are and the weights."""
     if not path.is_dir():
         return gguf_parts(path)
-    settings = [path / name for name in _SETTINGS if (path / name).is_file()]
+    settings = [path / name for name in SETTINGS if (path / name).is_file()]
     tokenizer = tokenizer_path(path)
     return [*settings, *([] if tokenizer is None else [tokenizer]), *safetensors_files(path)]
 
@@ -117,12 +117,12 @@ def _check_present(parts: list[Path]) -> None:
 
 def safetensors_files(directory: Path) -> list[Path]:
     """The files that hold the weights: `model.safetensors`, or all those that its index names."""
-    single = directory / _WEIGHTS
+    single = directory / WEIGHTS
     if single.is_file():
         return [single]
-    if not (directory / _INDEX).is_file():
+    if not (directory / INDEX).is_file():
         pickles = any(file.suffix in _PICKLES for file in directory.iterdir())
-        what = f"has no {_WEIGHTS} and no {_INDEX}"
+        what = f"has no {WEIGHTS} and no {INDEX}"
         raise ModelError(f"{directory}: {_CONVERT}" if pickles else f"{directory}: {what}{_ggufs_in(directory)}")
     parts = [directory / name for name in sorted(set(safetensors_index(directory).values()))]
     _check_present(parts)
@@ -131,8 +131,8 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 def safetensors_index(directory: Path) -> dict[str, str]:
     """Tensor → file, as the directory's index says; empty where there is none."""
-    path = directory / _INDEX
-    if (directory / _WEIGHTS).is_file() or not path.is_file():
+    path = directory / INDEX
+    if (directory / WEIGHTS).is_file() or not path.is_file():
         return {}
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):

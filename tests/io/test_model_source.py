@@ -178,10 +178,6 @@ def test_malformed_sources_never_reach_a_client(source, monkeypatch):
     assert source in refused(source).replace("\\\\", "\\")
 
 
-def test_a_repository_without_a_file():
-    assert "hf:org/name@main/FILE.gguf" in refused("hf:org/name@main")
-
-
 def test_a_python_without_pip(monkeypatch):
     result = subprocess.CompletedProcess([], 1, "", f"{sys.executable}: No module named pip\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: result)
