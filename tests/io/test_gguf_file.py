@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from batchgen.errors import ModelError
-from batchgen.io import gguf_file
+from batchgen.io import gguf_file, mapped_file
 from batchgen.io.gguf_file import GGUFFile
 from tests.gguf_bytes import build, entry, pair, text
 from tests.quantised import HALVES, OTHER_HALVES, SCALE_BYTES, random_blocks
@@ -86,6 +86,15 @@ def test_large_tensors_are_dequantised_piece_by_piece(path, monkeypatch):
     path.write_bytes(build([], [entry("t", [768, 9], gguf.GGMLQuantizationType.Q6_K.value, 0)], blocks.tobytes()))
     found = GGUFFile.open(path).dequantize("t")
     np.testing.assert_array_equal(found, gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q6_K))
+
+
+def test_pages_are_handed_back_while_views_of_them_are_in_use(written, monkeypatch):
+    model = GGUFFile.open(written)
+    before = {name: model.raw(name).copy() for name in TYPES}
+    monkeypatch.setattr(mapped_file, "RESIDENT_BYTES", 1)
+    views = {name: model.raw(name) for name in TYPES}
+    for name, view in views.items():
+        np.testing.assert_array_equal(view, before[name])
 
 
 def test_every_truncation_is_refused(written):
