@@ -10,7 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from benchmarks import compare, scale, targets, workloads
+from benchmarks import compare, large_model, scale, targets, workloads
 
 ROOT = Path(__file__).parent.parent
 
@@ -201,3 +201,13 @@ def test_a_large_table_is_what_it_is_said_to_be(tmp_path, monkeypatch, model_pat
     assert figures["prompt_tokens"] == pytest.approx(600 * 60, rel=0.1)
     assert figures["planned_tokens"] == pytest.approx(figures["least_tokens"], rel=0.1)
     assert 0 < figures["peak_anonymous_gb"] <= figures["peak_total_gb"]
+
+
+def test_a_large_model_is_what_it_is_said_to_be(tmp_path, monkeypatch) -> None:
+    sizes = {"HIDDEN": 256, "FFN": 512, "HEADS": 4, "KV_HEADS": 2, "VOCAB": 300}
+    for name, value in sizes.items():
+        monkeypatch.setattr(large_model, name, value)
+    large_model.write_model(tmp_path / "model.gguf", 2)
+    figures = large_model.run(tmp_path, tmp_path / "model.gguf", 3)
+    assert (figures["prompt tokens"], figures["new tokens"], figures["sequences of a step"]) == (192, 48, 3)
+    assert figures["peak of memory, GB"] > 0.1
