@@ -16,11 +16,16 @@ HALVES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "MXFP4": [],
 }
 """By type, where in a block its float16 numbers lie; any other bytes are valid codes."""
 
 OTHER_HALVES = {
-    **{"Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0], "TQ1_0": [52], "TQ2_0": [64]},
+    **{"TQ1_0": [52], "TQ2_0": [64]},
     **{kind: [0] for kind in ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
 }
 """Of types that are expanded when they are loaded."""

@@ -37,7 +37,7 @@ def test_every_type_that_is_unpacked_is_tested():
 
 def test_other_types_are_not_kept_as_codes():
     assert unpack("F16", np.zeros((2, 64), np.uint8)) is None
-    assert unpack("Q3_K", np.zeros((2, 110), np.uint8)) is None
+    assert unpack("IQ3_S", np.zeros((2, 110), np.uint8)) is None
 
 
 @pytest.mark.parametrize("kind", UNPACKERS)

@@ -11,7 +11,7 @@ from batchgen.io.gguf_file import GGUFFile
 from tests.gguf_bytes import build, entry, pair, text
 from tests.quantised import HALVES, OTHER_HALVES, SCALE_BYTES, random_blocks
 
-BLOCK_TYPES = [*HALVES, *OTHER_HALVES, *SCALE_BYTES]
+BLOCK_TYPES = list(HALVES | OTHER_HALVES | SCALE_BYTES)
 TYPES = ["F32", "F16", "BF16", *BLOCK_TYPES]
 
 
