@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from batchgen.errors import ModelError, SpecError
 from batchgen.io.gguf_codes import UNPACKERS
 from batchgen.io.gguf_file import GGUFFile
+from batchgen.io.hf_quantised import CODE_FORMATS as HF_FORMATS
+from batchgen.io.hf_weights import HfWeights
 from batchgen.io.model_files import TensorInfo, WeightsFile, check_kind, model_files, read_json
 from batchgen.io.model_source import model_sha256, resolve_source
-from batchgen.io.safetensors_file import SafetensorsModel
 from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
 from batchgen.models.architectures import BY_GGUF_NAME
 from batchgen.models.config import ModelConfig
@@ -34,6 +35,10 @@ from batchgen.text.tokenizer import Tokenizer
 
 AUTO_MEMORY_SHARE = 0.5
 """Of the memory that is available when the job starts, the most that `kv_memory: auto` takes."""
+
+
+CODE_FORMATS = {name: (block.bits, block.group, block.minima) for name, block in UNPACKERS.items()} | HF_FORMATS
+"""Types that are kept as codes: bits, group and whether there are minima."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,9 @@ class ModelFile:
 def _packed_bytes(tensor: TensorInfo, weights: str) -> int:
     """Of one matrix; types that are not kept as codes are expanded."""
     count = prod(tensor.shape)
-    if weights == "native" and tensor.type_name in UNPACKERS:
-        block = UNPACKERS[tensor.type_name]
-        scales = 4 * (2 if block.minima else 1)
-        return count * block.bits // 8 + count // block.group * scales
+    if weights == "native" and tensor.type_name in CODE_FORMATS:
+        bits, group, minima = CODE_FORMATS[tensor.type_name]
+        return count * bits // 8 + count // group * 4 * (2 if minima else 1)
     return count * {"fp32": 4, "bf16": 2, "native": 2, "int8": 1}[weights]
 
 
@@ -127,8 +131,9 @@ def _open_gguf(path: Path, pre_tokenizer: str | None) -> Opened:
 
 
 def _open_directory(path: Path, pre_tokenizer: str | None) -> Opened:
-    config = ModelConfig.from_hf(read_json(path / "config.json"), path.resolve().name)
-    file = SafetensorsModel.open(path, lambda name: name)
+    settings = read_json(path / "config.json")
+    config = ModelConfig.from_hf(settings, path.resolve().name)
+    file = HfWeights.open(path, settings.get("quantization_config"))
     _check_vocabulary(file, config.shape.vocab_size)
     return file, config, Tokenizer.from_directory(path, config.shape.vocab_size, pre_tokenizer)
 

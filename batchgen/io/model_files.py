@@ -37,7 +37,7 @@ class TensorInfo:
 
 
 class WeightsFile(Protocol):
-    """An opened model. `tensors` are under the names that a decoder asks for."""
+    """An opened model, its `tensors` by name."""
 
     @property
     def path(self) -> Path: ...

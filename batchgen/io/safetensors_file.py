@@ -5,7 +5,7 @@ package, and more: every byte of the data belongs to exactly one tensor.
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from batchgen.errors import ModelError
 from batchgen.io.mapped_file import MappedFile
 from batchgen.io.model_files import TensorInfo, parse_json, safetensors_files, safetensors_index
-from batchgen.kernels.base import Codes
 
 _MAX_HEADER_BYTES = 1 << 25
 _MAX_DIMS = 8
@@ -27,21 +26,37 @@ _ITEM_BYTES = {
     **{"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8},
 }
 _FLOATS = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+_INTEGERS = {"I8": "<i1", "U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """Every 8-bit number of the OCP's E4M3: bias 7, no infinities."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    sizes = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    sizes[bits & 127 == 127] = np.nan
+    return np.where(bits & 128, -sizes, sizes).astype(np.float32)
+
+
+_EIGHT_BITS = {
+    "F8_E4M3": _e4m3(),
+    "F8_E5M2": (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32),
+}
+"""Values by stored byte."""
 
 
 @dataclass(frozen=True, eq=False)
 class SafetensorsModel:
-    """The weights of a directory, read from memory maps; `tensors` by the names that `rename` gave them."""
+    """The tensors of a directory by name, read from memory maps."""
 
     path: Path
     tensors: dict[str, TensorInfo]
     _files: tuple[MappedFile, ...]
 
     @classmethod
-    def open(cls, directory: Path, rename: Callable[[str], str | None]) -> "SafetensorsModel":
+    def open(cls, directory: Path) -> "SafetensorsModel":
         """Maps all files and checks their whole headers.
 
-        rename: from a file's name of a tensor to the one that it is asked for by; None for one that is not needed.
         Raises ModelError, naming the file and what is wrong with it, for anything that is not sound.
         """
         files = tuple(MappedFile(path) for path in safetensors_files(directory))
@@ -53,35 +68,36 @@ class SafetensorsModel:
                 raise ModelError(f"{file.path}: tensor {twice!r} is in another file of the model, too")
             tensors |= found
         _check_index(directory, [file.path for file in files], tensors)
-        renamed = {new: info for name, info in tensors.items() if (new := rename(name)) is not None}
-        return cls(directory, renamed, files)
+        return cls(directory, tensors, files)
 
-    def raw(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes of a tensor, a read-only view."""
-        info = self._info(name)
-        return self._files[info.part].bytes_at(info.offset, info.nbytes)
+    def info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise ModelError(f"{self.path}: the model has no tensor {name!r}")
+        return self.tensors[name]
 
-    def dequantize(self, name: str) -> NDArray[np.float32]:
+    def floats(self, name: str) -> NDArray[np.float32]:
         """The tensor as a new float32 array of its shape."""
-        info, raw = self._info(name), self.raw(name)
+        info, raw = self.info(name), self._raw(name)
         if info.type_name == "BF16":
             out = np.empty(prod(info.shape), np.uint32)
             np.left_shift(raw.view("<u2"), 16, out=out, dtype=np.uint32)
             return out.view(np.float32).reshape(info.shape)
+        if info.type_name in _EIGHT_BITS:
+            return _EIGHT_BITS[info.type_name][raw].reshape(info.shape)
         if info.type_name not in _FLOATS:
-            raise ModelError(
-                f"{self.path}: tensor {info.name!r} has type {info.type_name}; weights are read as F32, F16 or BF16"
-            )
+            raise ModelError(f"{self.path}: tensor {name!r} has type {info.type_name}, where numbers are expected")
         return raw.view(_FLOATS[info.type_name]).astype(np.float32).reshape(info.shape)
 
-    def codes(self, name: str) -> Codes | None:
-        """None: these are floats."""
-        return None
+    def integers(self, name: str) -> NDArray[Any]:
+        """The tensor as it is stored, a read-only view."""
+        info = self.info(name)
+        if info.type_name not in _INTEGERS:
+            raise ModelError(f"{self.path}: tensor {name!r} has type {info.type_name}, where integers are expected")
+        return self._raw(name).view(_INTEGERS[info.type_name]).reshape(info.shape)
 
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
-            raise ModelError(f"{self.path}: the model has no tensor {name!r}")
-        return self.tensors[name]
+    def _raw(self, name: str) -> NDArray[np.uint8]:
+        info = self.info(name)
+        return self._files[info.part].bytes_at(info.offset, info.nbytes)
 
 
 def _error(path: Path, what: str) -> ModelError:

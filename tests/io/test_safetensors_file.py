@@ -13,7 +13,7 @@ VALUES = np.random.default_rng(0).standard_normal((6, 10)).astype(np.float32)
 
 
 def opened(folder):
-    return SafetensorsModel.open(folder, lambda name: name)
+    return SafetensorsModel.open(folder)
 
 
 def refused(folder):
@@ -32,10 +32,10 @@ def test_floats_of_every_width(tmp_path, kind):
         expected = VALUES.astype(np.float16).astype(np.float32)
     if kind == "BF16":
         expected = (VALUES.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    found = model.dequantize("a")
+    found = model.floats("a")
     np.testing.assert_array_equal(found, expected)
     assert found.dtype == np.float32 and found.flags.writeable and model.tensors["a"].shape == (6, 10)
-    assert model.dequantize("b").shape == (10,) and model.codes("a") is None
+    assert model.floats("b").shape == (10,)
 
 
 def test_files_of_the_safetensors_package(tmp_path):
@@ -45,15 +45,7 @@ def test_files_of_the_safetensors_package(tmp_path):
     model = opened(tmp_path)
     assert model.tensors.keys() == tensors.keys()
     for name, values in tensors.items():
-        np.testing.assert_array_equal(model.dequantize(name), values.astype(np.float32))
-
-
-def test_tensors_are_renamed_and_left_out(tmp_path):
-    write_weights(tmp_path, {"a": VALUES, "b": VALUES})
-    model = SafetensorsModel.open(tmp_path, {"a": "x", "b": None}.get)
-    assert list(model.tensors) == ["x"] and model.tensors["x"].name == "a"
-    with pytest.raises(ModelError, match="no tensor 'a'"):
-        model.dequantize("a")
+        np.testing.assert_array_equal(model.floats(name), values.astype(np.float32))
 
 
 def test_weights_in_several_files(tmp_path):
@@ -61,7 +53,7 @@ def test_weights_in_several_files(tmp_path):
     write_weights(tmp_path, tensors, parts=3)
     model = opened(tmp_path)
     for name, values in tensors.items():
-        np.testing.assert_array_equal(model.dequantize(name), values)
+        np.testing.assert_array_equal(model.floats(name), values)
 
 
 def test_the_hash_of_a_directory_is_that_of_all_that_is_read(tmp_path):
@@ -173,9 +165,9 @@ def test_types_that_are_no_weights(tmp_path):
     raw = safetensors_bytes({"t": ("I8", (3,), bytes(3)), "u": ("F32", (6, 10), stored(VALUES, "F32"))})
     (tmp_path / "model.safetensors").write_bytes(raw)
     model = opened(tmp_path)
-    np.testing.assert_array_equal(model.dequantize("u"), VALUES)  # not aligned
-    with pytest.raises(ModelError, match="tensor 't' has type I8; weights are read as F32, F16 or BF16"):
-        model.dequantize("t")
+    np.testing.assert_array_equal(model.floats("u"), VALUES)  # not aligned
+    with pytest.raises(ModelError, match="tensor 't' has type I8, where numbers are expected"):
+        model.floats("t")
 
 
 def test_directories_without_weights(tmp_path):

@@ -98,7 +98,7 @@ CONFIGS = {
     "an activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported (only 'silu')"),
     "biases": ({"attention_bias": True}, "attention_bias = True is not supported (only False)"),
     "other biases": ({"mlp_bias": True}, "mlp_bias = True is not supported (only False)"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = {'quant_method': 'gptq'}"),
+    "quantised": ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported (those that"),
     "long contexts": ({"rope_scaling": {"type": "yarn"}}, "rotary embedding {'type': 'yarn'} is not supported"),
     "a part of a head": (
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
