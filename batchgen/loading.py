@@ -20,6 +20,7 @@ from batchgen.io.gguf_codes import UNPACKERS
 from batchgen.io.gguf_file import GGUFFile
 from batchgen.io.hf_quantised import CODE_FORMATS as HF_FORMATS
 from batchgen.io.hf_weights import HfWeights
+from batchgen.io.hub import directory_name
 from batchgen.io.model_files import TensorInfo, WeightsFile, check_kind, model_files, read_json
 from batchgen.io.model_source import model_sha256, resolve_source
 from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
@@ -132,7 +133,7 @@ def _open_gguf(path: Path, pre_tokenizer: str | None) -> Opened:
 
 def _open_directory(path: Path, pre_tokenizer: str | None) -> Opened:
     settings = read_json(path / "config.json")
-    config = ModelConfig.from_hf(settings, path.resolve().name)
+    config = ModelConfig.from_hf(settings, directory_name(path))
     file = HfWeights.open(path, settings.get("quantization_config"))
     _check_vocabulary(file, config.shape.vocab_size)
     return file, config, Tokenizer.from_directory(path, config.shape.vocab_size, pre_tokenizer)

@@ -43,6 +43,14 @@ def parse_hub(source: str) -> HubSource:
     return HubSource(source, match["repo"], match["revision"], match["file"])
 
 
+def directory_name(folder: Path) -> str:
+    """A model directory's name for people: in the client's cache (`models--ORG--NAME/snapshots/COMMIT`) ORG/NAME."""
+    path = folder.resolve()
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
 def fetch(wanted: HubSource, on_message: Callable[[str], None]) -> Path:
     """The path of the file (with the other parts of a split model beside it), or of a directory with what is needed of
     the repository; fetched as far as it is not in the cache already. Raises ModelError in one line."""

@@ -61,7 +61,7 @@ def answer(kind, message):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    hub = Hub(tmp_path / "snapshot")
+    hub = Hub(tmp_path / "models--org--name" / "snapshots" / "c0ffee")
     for name in ("hf_hub_download", "snapshot_download"):
         monkeypatch.setattr(huggingface_hub, name, getattr(hub, name))
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
@@ -96,7 +96,8 @@ PARTS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 def test_a_repository_and_only_what_is_needed_of_it(directory):
     path = resolve("hf:org/name@v1")
     assert sorted(directory.fetched[:4]) == NEEDED and sorted(directory.fetched[4:]) == PARTS
-    assert open_model(path).config.shape.num_layers == 2
+    config = open_model(path).config
+    assert (config.name, config.shape.num_layers) == ("org/name", 2)
     assert resolve("hf:org/name") == path and len(directory.fetched) == 7
 
 

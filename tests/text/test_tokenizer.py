@@ -165,6 +165,8 @@ def test_what_ends_an_answer(smollm2):
     assert Tokenizer.from_gguf(tiny(tokens=tokens, token_type=types)).eos_token_ids == {6, 7}
     assert Tokenizer.from_gguf(tiny(tokens=tokens, token_type=types, eot_token_id=6)).eos_token_ids == {6}
     assert Tokenizer.from_gguf(tiny(tokens=tokens)).eos_token_ids == {6}
+    for end in ("<|end_of_text|>", "<turn|>", "<|return|>", "[EOT]", "<end_of_utterance>"):
+        assert Tokenizer.from_gguf(tiny(tokens=[*tokens[:7], end], token_type=types)).eos_token_ids == {6, 7}
 
 
 def test_missing_pre_tokenizer_is_refused():

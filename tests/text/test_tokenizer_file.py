@@ -50,6 +50,21 @@ def metaspace(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def unigram(tmp_path_factory):
+    """A file like T5's and its kin: scores, byte fallback, extra spaces removed, characters normalised."""
+    pieces = ["<unk>", "<s>", "</s>", *[f"<0x{b:02X}>" for b in range(256)], *"▁abc", "ab", "▁a", "▁ab", "▁b", "b▁a"]
+    scores = [0.0] * 259 + [-3.0 - i / 7 for i in range(len(pieces) - 259)]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(list(zip(pieces, scores, strict=True)), 0, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    path = tmp_path_factory.mktemp("unigram") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
 @functools.cache
 def own_tokenizer(path):
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -81,6 +96,18 @@ def test_ids_are_those_of_the_files_own_tokenizer(pieces, byte_level, metaspace)
         tokenizer = known(path)
         for meant in (False, True):
             assert ids_of(tokenizer, [text], parse_special=meant) == native(path, [text], meant)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pieces=PIECES)
+def test_unigram(pieces, unigram):
+    """The file's own tokenizer takes a control token's spelling for the token even where it is text."""
+    text = "".join(pieces)
+    assert ids_of(known(unigram), [text], parse_special=True) == native(unigram, [text], True)
+    plain = ids_of(known(unigram), [text], parse_special=False)
+    assert not {0, 1, 2} & set(plain[0])
+    if "s>" not in text:
+        assert plain == native(unigram, [text], False)
 
 
 @functools.cache
