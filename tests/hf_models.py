@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.weights import split_rotary
+from batchgen.models.matrices import split_rotary
 from tests.gguf_bytes import CHAT, tiny_metadata
 from tests.tiny_model import tiny_config, tiny_weights
 
@@ -46,7 +46,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": s.vocab_size},
         **{"hidden_size": s.hidden_size, "intermediate_size": s.intermediate_size, "num_hidden_layers": s.num_layers},
         **{"num_attention_heads": s.num_heads, "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_dim},
-        **{"rms_norm_eps": config.rms_norm_eps, "rope_theta": config.rope_theta, "hidden_act": "silu"},
+        **{"rms_norm_eps": config.norm_eps, "rope_theta": config.ropes[0].theta, "hidden_act": "silu"},
         **{"max_position_embeddings": s.context_length, "tie_word_embeddings": False, "eos_token_id": 3},
     }
 

@@ -30,7 +30,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """Hugging Face's names."""
-MOST_LAYERS = 1 << 16
+MOST_LAYERS, MOST_COLUMNS = 1 << 16, 1 << 22
 """Metadata that asks for more is damaged."""
 
 
@@ -167,6 +167,9 @@ def _shape(settings: Settings, vocab: int) -> ModelShape:
     )
     if shape.num_layers > MOST_LAYERS:
         raise ModelError(f"{settings.what} asks for {shape.num_layers} layers; {MOST_LAYERS} are possible")
+    if shape.num_heads * shape.head_dim > MOST_COLUMNS:
+        sizes = f"{shape.num_heads} heads of {shape.head_dim}"
+        raise ModelError(f"{settings.what} asks for {sizes}; {MOST_COLUMNS} dimensions are possible")
     if shape.num_heads % shape.num_kv_heads:
         raise ModelError(f"{shape.num_heads} heads cannot share {shape.num_kv_heads} key-value heads evenly")
     if shape.head_dim % 16:

@@ -1,4 +1,4 @@
-"""Model directories of Hugging Face: settings, names, and the same numbers as from a GGUF file."""
+"""Model directories of Hugging Face: what transformers computed, and the same numbers as from a GGUF file."""
 
 import json
 
@@ -9,9 +9,11 @@ from batchgen.errors import ModelError
 from batchgen.kernels.base import StepLimits
 from batchgen.kernels.reference import ReferenceBackend
 from batchgen.loading import describe_model, load_model, open_model
-from batchgen.models.hf_llama import llama_config, tensor_name
-from tests.hf_models import directory_config, hf_config, hf_name, write_directory, write_weights
-from tests.tiny_model import Chunk, build_backend, make_batch, tensor_shapes, tiny_weights
+from tests.gguf_bytes import tiny_metadata
+from tests.hf_models import hf_name, write_directory, write_tokenizer, write_weights
+from tests.kernels.kernel_programs import relative_error
+from tests.models.recorded import FOLDER, load
+from tests.tiny_model import Chunk, build_backend, make_batch, tiny_weights
 
 LIMITS = StepLimits(max_tokens=256, max_seqs=32, num_pages=64, page_size=32)
 STEP = make_batch([Chunk(range(4, 40), 0, [0, 1])], needs_logits=True)
@@ -21,6 +23,24 @@ def logits(folder):
     backend = ReferenceBackend()
     load_model(open_model(folder), backend, LIMITS, lambda text: None)
     return backend.run(STEP).logits
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.npz")))
+def test_every_architecture_is_read_from_files(tmp_path, name):
+    recorded = load(name)
+    (tmp_path / "config.json").write_text(json.dumps(recorded.config))
+    write_weights(tmp_path, recorded.weights(), parts=2)
+    tokens = tiny_metadata()["tokenizer.ggml.tokens"][:96]
+    few = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": []}
+    write_tokenizer(tmp_path, tiny_metadata() | few)
+    model = open_model(tmp_path)
+    backend = ReferenceBackend()
+    load_model(model, backend, LIMITS, lambda text: None)
+    rows = np.asarray(recorded.at, np.int32)
+    step = make_batch([Chunk(recorded.tokens, 0, [0, 1, 2])], needs_logits=True, logits_rows=rows)
+    assert relative_error(backend.run(step).logits[: len(rows)], recorded.logits) < 1e-4
+    assert model.tied is recorded.config.get("tie_word_embeddings", False)
+    assert model.weight_bytes("fp32") >= 4 * sum(values.size for values in recorded.weights().values())
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -54,67 +74,14 @@ def test_what_is_shown(tmp_path):
     assert shown["file_bytes"] > shown["parameters"] * 2
 
 
-def test_names():
-    shapes = tensor_shapes(directory_config())
-    assert {tensor_name(hf_name(name), tied=False) for name in shapes} == shapes.keys()
-    assert tensor_name("lm_head.weight", tied=True) is None
-    assert tensor_name("model.layers.3.self_attn.rotary_emb.inv_freq", tied=False) is None
-    for strange in ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.x.weight", "x"):
-        assert tensor_name(strange, tied=False) == strange
-
-
-CONFIG = hf_config(directory_config())
-
-
-def test_a_whole_config():
-    config = llama_config(CONFIG, "name")
-    expected = directory_config()
-    assert (config.shape, config.name, config.rope_pairs) == (expected.shape, "name", False)
-    assert (config.rms_norm_eps, config.rope_theta) == (1e-5, 10000.0)
-
-
-def test_defaults():
-    keys = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    config = llama_config({key: CONFIG[key] for key in keys}, "name")
-    assert (config.shape.num_kv_heads, config.shape.head_dim, config.shape.context_length) == (4, 16, 2048)
-    assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10000.0)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": 5e5},
-        {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-        {"rope_theta": 5e5, "rope_scaling": None},
-    ],
-)
-def test_where_theta_is_said(rope):
-    assert llama_config(CONFIG | rope, "name").rope_theta == 5e5
-
-
 CONFIGS = {
-    "another model": ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama"),
-    "a list for a type": ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
-    "an activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported (only 'silu')"),
-    "biases": ({"attention_bias": True}, "attention_bias = True is not supported (only False)"),
-    "other biases": ({"mlp_bias": True}, "mlp_bias = True is not supported (only False)"),
-    "quantised": ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported (those that"),
-    "long contexts": ({"rope_scaling": {"type": "yarn"}}, "rotary embedding {'type': 'yarn'} is not supported"),
-    "a part of a head": (
-        {"rope_parameters": {"partial_rotary_factor": 0.5}},
-        "rotary embedding {'partial_rotary_factor': 0.5} is not supported",
-    ),
-    "a text for rope": ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not supported"),
-    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; a positive integer is needed"),
-    "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is None; a positive integer is needed"),
-    "true layers": ({"num_hidden_layers": True}, "num_hidden_layers is True; a positive integer is needed"),
-    "layers without end": ({"num_hidden_layers": 2**31 - 1}, "asks for 2147483647 layers; the file has 21 tensors"),
-    "a vocabulary without end": ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, but the embedding"),
-    "an uneven head": ({"head_dim": 24}, "a head size of 24 is not supported"),
-    "an infinite theta": ({"rope_theta": float("inf")}, "rope_theta is inf, not a positive number"),
-    "no epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps is 0, not a positive number"),
+    "layers without end": ({"num_hidden_layers": 2**31 - 1}, "config.json asks for 2147483647 layers of 4 heads of 16"),
+    "more layers than there are": ({"num_hidden_layers": 999}, "asks for 999 layers; the file has 21 tensors"),
+    "heads without end": ({"num_attention_heads": 2**30}, "config.json asks for 2 layers of 1073741824 heads of 16"),
+    "a vocabulary without end": ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, but no tensor of the model has"),
     "another width": ({"intermediate_size": 100}, "the metadata asks for (100, 64)"),
     "ends that are none": ({"eos_token_id": "</s>"}, "eos_token_id is '</s>': one or several token ids are expected"),
+    "a type that is a list": ({"model_type": ["llama"]}, "malformed metadata"),
 }
 
 
@@ -128,19 +95,20 @@ def test_configs_that_lie(tmp_path, changes, words):
 
 def test_tensors_that_are_not_there(tmp_path):
     config = write_directory(tmp_path / "m")
-    write_weights(tmp_path / "m", {"model.embed_tokens.weight": np.zeros((config.shape.vocab_size, 64), np.float32)})
-    with pytest.raises(ModelError, match=r"no lm_head\.weight, and tie_word_embeddings is not true"):
-        open_model(tmp_path / "m")
+    weights = {hf_name(n): t for n, t in tiny_weights(0, config).items() if n != "output.weight"}
+    write_weights(tmp_path / "m", weights)
+    with pytest.raises(ModelError, match=r"m: the model file lacks the tensor 'lm_head\.weight'"):
+        logits(tmp_path / "m")
     write_weights(tmp_path / "m", {"x": np.zeros(3, np.float32)})
-    with pytest.raises(ModelError, match=r"the embedding \(model\.embed_tokens\.weight\) is missing"):
+    with pytest.raises(ModelError, match=r"vocab_size is 264, but no tensor of the model has as many rows"):
         open_model(tmp_path / "m")
 
 
 def test_a_tensor_that_would_be_ignored(tmp_path):
     config = write_directory(tmp_path / "m")
     weights = {hf_name(n): t for n, t in tiny_weights(0, config).items()}
-    write_weights(tmp_path / "m", {**weights, "model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)})
-    with pytest.raises(ModelError, match=r"not used for llama here: model\.layers\.0\.self_attn\.q_proj\.bias"):
+    write_weights(tmp_path / "m", {**weights, "model.layers.0.self_attn.x": np.zeros(64, np.float32)})
+    with pytest.raises(ModelError, match=r"not used for llama here: model\.layers\.0\.self_attn\.x"):
         logits(tmp_path / "m")
 
 
