@@ -79,9 +79,9 @@ CONFIGS = {
     "more layers than there are": ({"num_hidden_layers": 999}, "asks for 999 layers; the file has 21 tensors"),
     "heads without end": ({"num_attention_heads": 2**30}, "config.json asks for 2 layers of 1073741824 heads of 16"),
     "a vocabulary without end": ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, but no tensor of the model has"),
-    "another width": ({"intermediate_size": 100}, "the metadata asks for (100, 64)"),
+    "another width": ({"intermediate_size": 100}, "the metadata asks for (64, 100)"),
     "ends that are none": ({"eos_token_id": "</s>"}, "eos_token_id is '</s>': one or several token ids are expected"),
-    "a type that is a list": ({"model_type": ["llama"]}, "malformed metadata"),
+    "a type that is a list": ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
 }
 
 

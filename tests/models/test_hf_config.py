@@ -156,7 +156,6 @@ def test_longrope_serves_the_original_context():
         (LLAMA_3_1, {"hidden_size": 0}, "config.json has hidden_size = 0; a positive integer is needed"),
         (LLAMA_3_1, {"rms_norm_eps": "1"}, "rms_norm_eps is '1' in config.json, not a positive number"),
         (LLAMA_3_1, {"tie_word_embeddings": 1}, "config.json has tie_word_embeddings = 1; true or false is needed"),
-        (LLAMA_3_1, {"quantization_config": {}}, "quantization_config = {} is not supported (only None)"),
         (LLAMA_3_1, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
         (
             LLAMA_3_1,
