@@ -25,7 +25,7 @@ def swapped(key: str, place: int, item: Any, metadata: dict[str, Any] = BPE) -> 
 
 
 METADATA: dict[str, tuple[dict[str, Any], str]] = {
-    "layers without end": ({"llama.block_count": 2**31 - 1}, "asks for 2147483647 layers of 2 heads of 16"),
+    "layers without end": ({"llama.block_count": 2**31 - 1}, "asks for 2147483647 layers; 65536 are possible"),
     "a size beyond int32": ({"llama.embedding_length": 2**31}, "embedding_length = 2147483648"),
     "no heads": ({"llama.attention.head_count": 0}, "head_count = 0"),
     "more heads than dimensions": ({"llama.attention.head_count": 64}, "key_length = 0"),
