@@ -264,7 +264,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_same_bits_whatever_the_batch(make_spec, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def mixed_spec(make_spec, tmp_path: Path) -> Callable[..., Any]:
+    """A job over `small_table`, greedy and sampled rows with penalties among them."""
     table = small_table(tmp_path)
     sampling = {
         "max_tokens": 32,
@@ -274,18 +276,25 @@ def test_the_same_bits_whatever_the_batch(make_spec, run, tmp_path: Path, monkey
         "top_p": 0.9,
         "repetition_penalty": 1.1,
     }
-    monkeypatch.chdir(tmp_path)
 
-    def spec(name: str, path: Path = table, **engine: Any) -> Any:
+    def make(name: str, path: Path = table, **engine: Any) -> Any:
         given = {"path": str(path), "messages": "messages"}
         return make_spec(name, input=given, sampling=sampling, engine=engine)
 
-    base = spec("base")
+    return make
+
+
+@pytest.mark.parametrize("part", [slice(0, 8), slice(8, None)], ids=["first", "second"])  # side by side
+def test_the_same_bits_whatever_the_batch(
+    mixed_spec, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: slice
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = mixed_spec("base")
     run(base)
     wanted = answers(base)
     assert len(wanted) == 15 + 7 + 3 + 1
-    for number, (title, engine) in enumerate(SETTINGS.items()):
-        other = spec(f"other-{number}", **engine)
+    for number, (title, engine) in enumerate(list(SETTINGS.items())[part]):
+        other = mixed_spec(f"other-{number}", **engine)
         with monkeypatch.context() as patch:
             if title == "set back":  # jobs this small admit nobody in the hope of a short answer
                 patch.setattr(Scheduler, "_may_risk", lambda self, sequence: not sequence.set_back)
@@ -298,11 +307,14 @@ def test_the_same_bits_whatever_the_batch(make_spec, run, tmp_path: Path, monkey
         assert answers(other) == wanted, title
         assert (job(other)["totals"]["restored_prompt_tokens"] > 0) == (title == "prefixes found on disk")
         assert (job(other)["preemptions"] > 0) == (title == "set back"), title
+
+
+def test_the_same_bits_of_shuffled_rows(mixed_spec, run, tmp_path: Path) -> None:
     shuffled = tmp_path / "shuffled.parquet"
-    unique = pl.read_parquet(table).head(15)
+    unique = pl.read_parquet(tmp_path / "small.parquet").head(15)
     unique.sample(fraction=1, shuffle=True, seed=1).write_parquet(shuffled)
     unique.write_parquet(tmp_path / "unique.parquet")
-    first, second = spec("unique", tmp_path / "unique.parquet"), spec("shuffled", shuffled)
+    first, second = mixed_spec("unique", tmp_path / "unique.parquet"), mixed_spec("shuffled", shuffled)
     run(first), run(second)
     assert answers(first, "key") == answers(second, "key")
 
