@@ -203,6 +203,7 @@ def test_a_large_table_is_what_it_is_said_to_be(tmp_path, monkeypatch, model_pat
     assert 0 < figures["peak_anonymous_gb"] <= figures["peak_total_gb"]
 
 
+@pytest.mark.slow
 def test_a_large_model_is_what_it_is_said_to_be(tmp_path, monkeypatch) -> None:
     sizes = {"HIDDEN": 256, "FFN": 512, "HEADS": 4, "KV_HEADS": 2, "VOCAB": 300}
     for name, value in sizes.items():
