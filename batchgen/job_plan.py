@@ -11,8 +11,9 @@ from batchgen.calibration import read_calibration
 from batchgen.engine.prefix_tree import SharedPrefix, largest_prefixes
 from batchgen.io.files import cache_root
 from batchgen.io.scratch import Scratch
+from batchgen.loading import open_device
 from batchgen.planned import Planned, planned
-from batchgen.prepare import PreparedJob, open_device, open_job, prepare, reading_progress
+from batchgen.prepare import PreparedJob, open_job, prepare, reading_progress
 from batchgen.progress import ProgressListener
 from batchgen.prompts import FailedRow
 from batchgen.spec import JobSpec
@@ -77,7 +78,7 @@ def plan_job(spec: JobSpec, progress: ProgressListener) -> JobPlan:
     """What a job will compute, from the table and the model's header alone."""
     started = time.perf_counter()
     opened = open_job(spec, progress.message)
-    table, device = opened.table, open_device(opened)
+    table, device = opened.table, open_device(opened.model, opened.numerics, opened.spec.engine)
     with closing(device.backend), Scratch(cache_root()) as scratch:
         job = prepare(opened, device, scratch, reading_progress(progress, table, started))
         prefixes = _prefixes(job)

@@ -197,6 +197,20 @@ def kv_pages(spec: EngineSpec, page_bytes: int, weight_bytes: int) -> int:
     return budget // page_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Device:
+    """What runs: a backend without weights, and the KV pages that there is memory for."""
+
+    backend: Backend
+    most_pages: int
+
+
+def open_device(model: ModelFile, numerics: Numerics, engine: EngineSpec) -> Device:
+    backend = make_backend(numerics, thread_count(engine))
+    page_bytes = backend.page_bytes(model.config.shape, engine.page_size)
+    return Device(backend, kv_pages(engine, page_bytes, model.weight_bytes(numerics.weights)))
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A backend ready to step, and the seconds it took to load weights and to compile (or load) kernels."""

@@ -10,26 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.calibration import Machine, this_machine
-from batchgen.engine.planner import Admission, PrefixPlan, own_pages, plan_prefixes, shared_before_logits
+from batchgen.engine.planner import Admission, PrefixPlan
 from batchgen.engine.prompt_table import TokenStore
-from batchgen.engine.run_order import RunOrder, pages_at_once, plan_order, run_order
+from batchgen.engine.run_order import RunOrder
 from batchgen.head_start import head_rows
 from batchgen.io.deliver import check_columns
 from batchgen.io.schemas import DELIVERED
 from batchgen.io.table import InputTable, open_table
 from batchgen.kernels.base import Backend
-from batchgen.loading import (
-    ModelFile,
-    Numerics,
-    kv_pages,
-    locate_model,
-    make_backend,
-    open_model,
-    resolve_numerics,
-    thread_count,
-)
+from batchgen.loading import Device, ModelFile, Numerics, locate_model, open_model, resolve_numerics, thread_count
 from batchgen.progress import Progress, ProgressListener
 from batchgen.prompts import JobPrompts, OnRows, PromptReader
+from batchgen.run_plan import plan_run
 from batchgen.spec import JobSpec
 
 
@@ -66,21 +58,6 @@ def open_job(spec: JobSpec, on_message: Callable[[str], None], now: Callable[[],
 def _reader(opened: OpenedJob) -> PromptReader:
     model = opened.model
     return PromptReader(opened.spec, model.tokenizer, model.chat, model.config.shape.context_length)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Device:
-    """What a job runs on: a backend without weights, and the KV pages that there is memory for."""
-
-    backend: Backend
-    most_pages: int
-
-
-def open_device(opened: OpenedJob) -> Device:
-    spec, model, numerics = opened.spec, opened.model, opened.numerics
-    backend = make_backend(numerics, thread_count(spec.engine))
-    page_bytes = backend.page_bytes(model.config.shape, spec.engine.page_size)
-    return Device(backend, kv_pages(spec.engine, page_bytes, model.weight_bytes(numerics.weights)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,30 +98,27 @@ def prepare(
     part: Literal["all", "head"] = "all",
 ) -> PreparedJob:
     """Read, render and encode all rows (their tokens go to `store`), or the head of a large table, and plan them."""
-    spec, shape, engine, most_pages = opened.spec, opened.model.config.shape, opened.spec.engine, device.most_pages
+    shape, engine, most_pages = opened.model.config.shape, opened.spec.engine, device.most_pages
     head = head_rows(engine, opened.table)
     admission = Admission(shape.context_length, shape.vocab_size, most_pages * engine.page_size)
     prompts = _reader(opened).read(opened.table, admission, store, on_rows, (0, head) if part == "head" else None)
-    plan = plan_prefixes(prompts.table)
-    rooms = admission.rooms(prompts.table.lengths, prompts.wishes.max_tokens)
-    samples = prompts.wishes.n
-    own_answers = prompts.wishes.computed(plan) if engine.prefix_sharing else samples
-    # A sample starts in the middle of a page, of which all but one take a copy; its last token needs no place.
-    answer_pages = np.where(rooms > 1, own_answers * (-(-(rooms - 1) // engine.page_size) + 1), 0)
-    found = shared_before_logits(plan.lengths, plan.shared, prompts.wishes.num_logits[plan.order])
-    own = own_pages(plan.lengths, found, answer_pages[plan.order], engine.page_size)
-    longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // engine.page_size)
-    new_tokens = (own_answers * rooms)[plan.order]
-    # A head is run from one end, so that the others go on from the other; scores have nothing to mix prompts with.
-    if part == "head" or (spec.task.scores and engine.schedule != "fifo"):
-        order = plan_order(plan)
-    else:
-        order = run_order(plan, new_tokens, engine.schedule, num_pages=most_pages, longest_pages=longest)
-    wanted = min(pages_at_once(plan, order, own, engine.page_size, engine.max_num_seqs), int(own.sum()))
+    # A head is run from one end, so that the others go on from the other.
+    plan = plan_run(prompts.table, prompts.wishes, admission, engine, one_end=part == "head")
     # Memory is taken only as it is touched, so the cache is as large as the whole plan (which shares) where it may be.
-    pages = max(1, min(most_pages, int(own.sum()))) if engine.prefix_sharing and not head else most_pages
-    backend = device.backend
-    return PreparedJob(opened, backend, prompts, plan, order, samples, own_answers, rooms, pages, wanted, head)
+    pages = max(1, min(most_pages, plan.pages)) if engine.prefix_sharing and not head else most_pages
+    return PreparedJob(
+        opened,
+        device.backend,
+        prompts,
+        plan.prefixes,
+        plan.order,
+        prompts.wishes.n,
+        plan.own_answers,
+        plan.rooms,
+        pages,
+        plan.pages_wanted,
+        head,
+    )
 
 
 def reading_progress(progress: ProgressListener, table: InputTable, started: float) -> OnRows:

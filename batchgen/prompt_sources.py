@@ -216,22 +216,28 @@ class TextSource:
         return texts
 
     def encode(self, rendered: Sequence[str | RowFailure]) -> Encoded:
-        texts = [text for text in rendered if isinstance(text, str)]
-        made = iter([prompt for part in _parts(texts) for prompt in self._encode_part(part)])
-        prompts = [next(made) if isinstance(text, str) else text for text in rendered]
-        failures = {place: prompt for place, prompt in enumerate(prompts) if isinstance(prompt, RowFailure)}
-        arrays = [_NOTHING if isinstance(prompt, RowFailure) else prompt for prompt in prompts]
-        lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
-        return Encoded(np.concatenate([_NOTHING, *arrays]), lengths, failures)
-
-    def _encode_part(self, texts: list[str]) -> Sequence[NDArray[np.int32] | RowFailure]:
-        try:
-            return self.encode_texts(texts)
-        except RowError:  # one of them; find out which
-            return [_or_failure(lambda text: self.encode_texts([text])[0], text) for text in texts]
+        return encode_all(self.encode_texts, rendered)
 
 
 _NOTHING = np.zeros(0, np.int32)
+
+
+def encode_all(encode: Encode, given: Sequence[str | RowFailure]) -> Encoded:
+    """The texts' tokens. A text that cannot be encoded becomes a failure."""
+    texts = [text for text in given if isinstance(text, str)]
+    made = iter([prompt for part in _parts(texts) for prompt in _encode_part(encode, part)])
+    prompts = [next(made) if isinstance(text, str) else text for text in given]
+    failures = {place: prompt for place, prompt in enumerate(prompts) if isinstance(prompt, RowFailure)}
+    arrays = [_NOTHING if isinstance(prompt, RowFailure) else prompt for prompt in prompts]
+    lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
+    return Encoded(np.concatenate([_NOTHING, *arrays]), lengths, failures)
+
+
+def _encode_part(encode: Encode, texts: list[str]) -> Sequence[NDArray[np.int32] | RowFailure]:
+    try:
+        return encode(texts)
+    except RowError:  # one of them; find out which
+        return [_or_failure(lambda text: encode([text])[0], text) for text in texts]
 
 
 def _parts(texts: list[str]) -> Iterator[list[str]]:

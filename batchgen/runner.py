@@ -13,7 +13,6 @@ import numpy as np
 
 from batchgen.calibration import learn, measured_run, read_calibration
 from batchgen.engine.cache_tiers import CacheTiers
-from batchgen.engine.engine import Engine, EngineLimits
 from batchgen.engine.prompt_table import MemoryStore
 from batchgen.engine.types import RequestOutput
 from batchgen.errors import BatchgenError, OutputError, TooManyErrors
@@ -27,21 +26,22 @@ from batchgen.io.reuse import take_over
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable
 from batchgen.io.writer import JobWriter
-from batchgen.kernels.base import StepLimits
 from batchgen.loading import (
     LoadedModel,
     compile_all,
     describe_model,
     load_model,
     locate_model,
+    open_device,
     open_model,
     resolve_numerics,
     thread_count,
 )
 from batchgen.planned import planned
 from batchgen.prefix_cache import open_tiers
-from batchgen.prepare import OpenedJob, PreparedJob, open_device, open_job, prepare, reading_progress
+from batchgen.prepare import OpenedJob, PreparedJob, open_job, prepare, reading_progress
 from batchgen.progress import Progress, ProgressListener
+from batchgen.run_plan import make_engine, step_limits
 from batchgen.score_results import result_form, verdicts
 from batchgen.spec import EngineSpec, JobSpec, ModelSpec
 
@@ -117,7 +117,7 @@ def _run_opened(
     _tell(progress, started, "tokenizing")
     with ExitStack() as stack:
         scratch = stack.enter_context(Scratch(checkpoint.work))
-        device = open_device(opened)
+        device = open_device(opened.model, opened.numerics, opened.spec.engine)
         stack.callback(device.backend.close)
         planning, reading = time.perf_counter(), None
         if head_rows(opened.spec.engine, opened.table) and checkpoint.state != "kept":
@@ -131,7 +131,7 @@ def _run_opened(
         if (tiers := _open_tiers(job, progress)) is not None:
             stack.callback(tiers.stop)
         _tell(progress, started, "loading")
-        loaded = load_model(opened.model, job.backend, _step_limits(job), progress.message)
+        loaded = load_model(opened.model, job.backend, step_limits(opened.spec.engine, job.num_pages), progress.message)
         feed = Feed(job, reading, checkpoint)
         return _Run(feed, checkpoint, loaded, tiers, progress, started, plan_seconds).run(stop)
 
@@ -184,32 +184,12 @@ def _open_tiers(job: PreparedJob, progress: ProgressListener) -> CacheTiers | No
     return open_tiers(job.spec.engine.cache, job.backend, bits, page_size, job.page_bytes, progress.message)
 
 
-def _step_limits(job: PreparedJob) -> StepLimits:
-    engine = job.spec.engine
-    return StepLimits(engine.max_batch_tokens, engine.max_num_seqs, job.num_pages, engine.page_size)
-
-
 def _finished_summary(spec: JobSpec, checkpoint: Checkpoint) -> JobSummary:
     record = read_job(checkpoint.directory) or {}
     totals, there, now = record.get("totals", {}), flat(record.get("spec", {})), flat(spec.model_dump(mode="json"))
     rows, failed = totals.get("rows", 0), totals.get("failed_rows", 0)
     ignored = tuple(name for name in now if name.startswith(HOW) and name in there and there[name] != now[name])
     return JobSummary(rows, failed, totals, Path(spec.output.path), already_done=True, ignored=ignored)
-
-
-def _make_engine(job: PreparedJob, tiers: CacheTiers | None) -> Engine:
-    engine, shape = job.spec.engine, job.model.config.shape
-    limits = EngineLimits(
-        max_batch_tokens=engine.max_batch_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        num_pages=job.num_pages,
-        page_size=engine.page_size,
-        context_length=shape.context_length,
-        vocab_size=shape.vocab_size,
-        prefix_sharing=engine.prefix_sharing,
-        prefill_first=engine.schedule == "prefill_first",
-    )
-    return Engine(job.backend, job.model.tokenizer, limits, tiers=tiers)
 
 
 def writes_timings(spec: JobSpec) -> bool:
@@ -247,7 +227,8 @@ class _Run:
         self._progress, self._started, self._plan_seconds = progress, started, plan_seconds
         self._known = read_calibration(self._job.opened.machine)
         self._figures = None if feed.is_reading else planned(self._job, self._known)  # of all rows
-        self._engine = _make_engine(self._job, tiers)
+        job, shape = self._job, self._job.model.config.shape
+        self._engine = make_engine(job.backend, job.model.tokenizer, shape, job.spec.engine, job.num_pages, tiers)
         self._generating = time.monotonic_ns()
         self._writer = _make_writer(self._job.spec, checkpoint, self._generating)
         self._first_step = checkpoint.next_step

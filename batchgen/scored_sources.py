@@ -54,6 +54,11 @@ class Bounds:
         return self.prefix
 
 
+def bounds_of(tokenizer: Tokenizer, max_length: int) -> Bounds:
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return Bounds(max_length, prefix, tokenizer.add_bos)
+
+
 # --- what is scored ----------------------------------------------------------------------------------------------
 
 
@@ -211,7 +216,7 @@ class ScoredSource:
         return self.contexts.render(batch, rows), [or_failure(self._of, row) for row in rows]
 
     def _of(self, given: PythonRow) -> Texts:
-        row = _or_raise(given)
+        row = or_raise(given)
         found = self.continuations.of(row)
         if self.task.answer is not None:
             right_choice(self.task.answer, row[self.task.answer], found)
@@ -245,16 +250,16 @@ class ScoredSource:
 
     def _joined(self, given: tuple[str | RowFailure, Texts | RowFailure, list[Tokens | RowFailure]]) -> list[Window]:
         rendered, continuations, parts = given
-        _or_raise(rendered)
-        tails = [tail for tail in _or_raise(continuations) if isinstance(tail, np.ndarray)]
-        context, *wholes = map(_or_raise, parts)
+        or_raise(rendered)
+        tails = [tail for tail in or_raise(continuations) if isinstance(tail, np.ndarray)]
+        context, *wholes = map(or_raise, parts)
         return [join(context, tail, self.bounds) for tail in [*(whole[len(context) :] for whole in wholes), *tails]]
 
     def _of_ids(self, contexts: Encoded, continuations: list[Texts | RowFailure]) -> list[list[Window] | RowFailure]:
         return [or_failure(self._joined_ids, given) for given in zip(parts_of(contexts), continuations, strict=True)]
 
     def _joined_ids(self, given: tuple[Tokens | RowFailure, Texts | RowFailure]) -> list[Window]:
-        context, continuations = _or_raise(given[0]), _or_raise(given[1])
+        context, continuations = or_raise(given[0]), or_raise(given[1])
         tails = [tail for tail in continuations if isinstance(tail, np.ndarray)]
         if not tails:
             raise RowError("schema_error", "after input.token_ids, task.continuation must be a column of token ids")
@@ -291,7 +296,7 @@ class RollingSource:
         return windows_of([or_failure(self._windows, part) for part in parts_of(self.texts.encode(rendered))])
 
     def _windows(self, tokens: Tokens | RowFailure) -> list[Window]:
-        return list(rolling_windows(_or_raise(tokens), self.stride, self.bounds))
+        return list(rolling_windows(or_raise(tokens), self.stride, self.bounds))
 
 
 def make_task_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None, context_length: int) -> Source:
@@ -299,11 +304,9 @@ def make_task_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | N
     source, task = make_source(spec, tokenizer, chat), spec.task
     if not task.scores:
         return source
-    most = min(task.max_length or context_length, context_length)
-    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    bounds = Bounds(most, prefix, tokenizer.add_bos)
+    bounds = bounds_of(tokenizer, min(task.max_length or context_length, context_length))
     if task.kind == "perplexity":
-        return RollingSource(source, min(task.stride or most, most), bounds)
+        return RollingSource(source, min(task.stride or bounds.max_length, bounds.max_length), bounds)
     return ScoredSource(source, continuations_of(task), task, bounds)
 
 
@@ -314,7 +317,7 @@ def or_failure(function: Callable[[Any], Any], value: Any) -> Any:
         return RowFailure(error.code, error.message)
 
 
-def _or_raise(value: T | RowFailure) -> T:
+def or_raise(value: T | RowFailure) -> T:
     if isinstance(value, RowFailure):
         raise RowError(value.code, value.message)
     return value

@@ -312,11 +312,14 @@ class SamplingSpec(_Part):
             raise RowError("schema_error", f"{self._columns_of('min_tokens', 'max_tokens')}: sampling: {clash}")
         return params
 
-    def with_values(self, row: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[SamplingParams, int]:
-        """The parameters and `n` of a row that brings `values` of its own. Raises RowError as `row_params` does."""
+    def with_values(
+        self, row: Mapping[str, Any], values: Mapping[str, Any], where: str = "body"
+    ) -> tuple[SamplingParams, int]:
+        """The parameters and `n` of a row that brings `values` of its own, from `where`. Raises RowError as
+        `row_params` does."""
         if not values:
             return self.row_params(row), self.n_for(row)
-        checked = {name: _checked(name, value, f"body.{name}") for name, value in values.items()}
+        checked = {name: _checked(name, value, f"{where}.{name}") for name, value in values.items()}
         n = checked.pop("n") if "n" in checked else self.n_for(row)
         params = replace(self.row_params(row), **checked)
         if clash := _min_tokens_clash(params.min_tokens, params.max_tokens):

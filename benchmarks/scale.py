@@ -41,8 +41,8 @@ from batchgen.engine.requests import make_requests
 from batchgen.engine.types import Request, Sample, SamplingParams
 from batchgen.io.scratch import Scratch
 from batchgen.kernels.base import Backend, StepBatch, StepResult
-from batchgen.loading import LoadedModel, ModelFile, open_model
-from batchgen.prepare import PreparedJob, open_device, open_job, prepare
+from batchgen.loading import LoadedModel, ModelFile, open_device, open_model
+from batchgen.prepare import PreparedJob, open_job, prepare
 from batchgen.progress import SilentProgress
 from batchgen.spec import JobSpec, load_spec
 from batchgen.text.tokenizer import Tokenizer
@@ -209,7 +209,7 @@ def measure(folder: Path, rows: int, tokens: int, token_ids: bool, whole_job: bo
         return _run(spec)
     with Scratch(folder) as scratch, Memory() as memory:
         begun = time.perf_counter()
-        job = prepare(opened, open_device(opened), scratch)
+        job = prepare(opened, open_device(opened.model, opened.numerics, opened.spec.engine), scratch)
         seconds = time.perf_counter() - begun
         request_us = _request_us(job)
     return {
