@@ -47,12 +47,14 @@ OnDone = Callable[[int], None]
 class TextScore:
     """Natural logarithms of the probabilities (float32) of a text's tokens (int32); `is_greedy`: each is the likeliest.
 
-    With an `error` it has none.
+    With an `error` it has none. Of `num_prompt_tokens` read for it `num_cached_tokens` were computed for another.
     """
 
     token_ids: Tokens
     logprobs: NDArray[np.float32]
     is_greedy: bool
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     error: RowFailure | None = None
 
     @property
@@ -216,10 +218,12 @@ def _joined(row: list[Window] | RowFailure, parts: list[RequestOutput]) -> TextS
     errors = [part.error for part in parts if part.error is not None]
     error = row if isinstance(row, RowFailure) else next(iter(errors), None)
     if error is not None:
-        return TextScore(np.zeros(0, np.int32), np.zeros(0, np.float32), False, error)
+        return TextScore(np.zeros(0, np.int32), np.zeros(0, np.float32), False, error=error)
     parts.sort(key=lambda part: part.sample_index)
     return TextScore(
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
         all(part.is_greedy for part in parts),
+        sum(part.num_prompt_tokens for part in parts),
+        sum(part.num_cached_tokens for part in parts),
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from batchgen.engine.types import RowFailure, SamplingParams
 from batchgen.errors import BatchgenError, RowError
+from batchgen.scored_sources import or_raise
 from batchgen.session import OnDone, Session
 from batchgen.spec import ModelSpec, SamplingSpec, model_job
 
@@ -90,7 +91,7 @@ class BatchgenLM(LM):
         params = [self._params(request.args[1]) for request in requests]
         encoded = self._session.encode([request.args[0] for request in requests])
         _check(requests, [prompt if isinstance(prompt, RowFailure) else None for prompt in encoded])
-        prompts = [prompt[-self._room(wanted) :] for prompt, wanted in zip(encoded, params, strict=True)]
+        prompts = [or_raise(prompt)[-self._room(wanted) :] for prompt, wanted in zip(encoded, params, strict=True)]
         with _progress("generate_until", len(requests), disable_tqdm) as on_done:
             answers = self._session.generate(prompts, params, on_done)
         _check(requests, [answer.error for answer in answers])
@@ -178,7 +179,11 @@ def _check(requests: Sequence[Any], failures: Sequence[RowFailure | None]) -> No
 @contextmanager
 def _progress(name: str, total: int | None, hidden: bool) -> Iterator[OnDone]:
     with tqdm(total=total, desc=f"batchgen {name}", disable=hidden) as bar:
-        yield lambda done: bar.update(done - bar.n) and None
+
+        def on_done(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield on_done
 
 
 def run_harness(source: str, arguments: Sequence[str]) -> None:
