@@ -15,8 +15,9 @@ QUESTION = "Question: {{question}}\nAnswer:"
 
 
 def write_tasks(folder: Path, rows: int) -> None:
-    """`choices` (five shots), `answers` (generated, five shots) and `code` (rolling), with so many rows each."""
-    frame = pl.read_parquet(CHOICES)
+    """`choices` (five shots), `answers` (generated, five shots) and `code` (rolling), with so many rows each, short ones
+    first."""
+    frame = pl.read_parquet(CHOICES).sort(pl.col("question").str.len_bytes())
     frame[:SHOTS].write_parquet(folder / "shots.parquet")
     frame[SHOTS : SHOTS + rows].write_parquet(folder / "test.parquet")
     questions = {"test": str(folder / "test.parquet"), "train": str(folder / "shots.parquet")}
@@ -33,7 +34,7 @@ def write_tasks(folder: Path, rows: int) -> None:
     answers = {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}"}
     until = {"generation_kwargs": {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False}}
     _write(folder, "answers", shots | answers | until | _metrics("exact_match"))
-    texts = pl.read_parquet(CODE)["prompt"][:rows].to_list()
+    texts = pl.read_parquet(CODE).sort(pl.col("prompt").str.len_bytes())["prompt"][:rows].to_list()
     (folder / "code.json").write_text(json.dumps([{"text": text} for text in texts]), encoding="utf-8")
     rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
     code = _data("json", {"test": str(folder / "code.json")})

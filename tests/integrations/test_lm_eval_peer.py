@@ -1,6 +1,6 @@
 """batchgen beside the harness's own `hf` model in float32, on the same weights: needs lm_eval, torch and transformers.
 
-    python -m pytest -m peer tests/integrations
+python -m pytest -m peer tests/integrations
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.peer
 TASKS = ["choices", "answers", "code"]
 
 
-def hf_model(path: Path, batch_size: int = 16) -> Any:
+def hf_model(path: Path, batch_size: int = 4) -> Any:
     """`hf` with the file's weights, expanded to float32, and a tokenizer that takes digits one by one.
 
     That is what `tokenizer.ggml.pre: smollm` says; transformers' own conversion leaves it out.
@@ -40,15 +40,14 @@ def hf_model(path: Path, batch_size: int = 16) -> Any:
 
 
 def test_metrics_and_scores_are_those_of_hf(tmp_path: Path, model: ModelFile, float32_session) -> None:
-    write_tasks(tmp_path, 12)
+    write_tasks(tmp_path, 6)
     ours = evaluate(BatchgenLM(float32_session), TASKS, tmp_path)
     theirs = evaluate(hf_model(model.file.path), TASKS, tmp_path)
     for task in TASKS:
-        for name, value in theirs["results"][task].items():
-            exact = task != "code"
-            assert ours["results"][task][name] == (value if exact else pytest.approx(value, rel=1e-4)), (task, name)
-        pairs = zip(ours["samples"][task], theirs["samples"][task], strict=True)
-        for mine, other in pairs:
+        expected = theirs["results"][task]
+        near = {name: pytest.approx(value, rel=1e-4) for name, value in expected.items() if isinstance(value, float)}
+        assert ours["results"][task] == {**expected, **near}
+        for mine, other in zip(ours["samples"][task], theirs["samples"][task], strict=True):
             assert mine["doc_id"] == other["doc_id"]
             _check_answers(task, mine["resps"], other["resps"])
 
