@@ -28,8 +28,8 @@ except ModuleNotFoundError as error:
     text = f"lm-evaluation-harness cannot be imported ({error}); python -m pip install 'batchgen[lm-eval]'"
     raise BatchgenError(text) from None
 
-NOT_OURS = ("batch_size", "max_batch_size", "trust_remote_code")
-"""Arguments that the harness gives every model, and that mean nothing here."""
+NOT_OURS = ("batch_size", "max_batch_size", "device", "trust_remote_code")
+"""Arguments that the harness gives every model (its command line a device, too), and that mean nothing here."""
 NO_SAMPLING = ("max_tokens", "n", "stop", "temperature")
 """What generation arguments cannot set under these names: the harness has names of its own for them."""
 
@@ -128,19 +128,22 @@ class BatchgenLM(LM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Without a generation prompt the last message is left open, to be gone on with. A template that refuses system
         messages gets the others, as in the harness's `hf`."""
+        others = [message for message in chat_history if message["role"] != "system"]
         try:
             return self._rendered(chat_history, add_generation_prompt)
-        except RowError as error:
-            others = [message for message in chat_history if message["role"] != "system"]
+        except BatchgenError:
             if len(others) == len(chat_history):
-                raise BatchgenError(error.message) from None
+                raise
         return self._rendered(others, add_generation_prompt)
 
     def _rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         chat = self._session.model.chat
         if chat is None:
             raise BatchgenError("--apply_chat_template: the model has no chat template")
-        text = chat.render(messages, add_generation_prompt=add_generation_prompt)
+        try:
+            text = chat.render(messages, add_generation_prompt=add_generation_prompt)
+        except RowError as error:
+            raise BatchgenError(error.message) from None
         return text if add_generation_prompt else _left_open(text, messages[-1]["content"])
 
 
