@@ -15,7 +15,7 @@ QUESTION = "Question: {{question}}\nAnswer:"
 
 
 def write_tasks(folder: Path, rows: int) -> None:
-    """`choices` (five shots), `answers` (generated, five shots) and `code` (rolling), with so many rows each, the shortest."""
+    """`choices` and `answers` (generated) with five shots, `code` (rolling); of each so many rows, the shortest."""
     frame = pl.read_parquet(CHOICES).sort(pl.col("question").str.len_bytes())
     frame[:SHOTS].write_parquet(folder / "shots.parquet")
     frame[SHOTS : SHOTS + rows].write_parquet(folder / "test.parquet")
