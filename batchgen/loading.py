@@ -23,10 +23,11 @@ from batchgen.io.hf_weights import HfWeights
 from batchgen.io.hub import directory_name
 from batchgen.io.model_files import TensorInfo, WeightsFile, check_kind, model_files, read_json
 from batchgen.io.model_source import model_sha256, resolve_source
-from batchgen.kernels.base import Backend, Codes, ModelShape, StepLimits
+from batchgen.kernels.base import Backend, Codes, ModelShape, Ops, StepLimits
 from batchgen.models.architectures import BY_GGUF_NAME
 from batchgen.models.config import ModelConfig
-from batchgen.models.decoder import forward
+from batchgen.models.decoder import forward, forward_hidden
+from batchgen.models.handles import DecoderWeights
 from batchgen.models.rope import Rope
 from batchgen.models.weights import load_weights
 from batchgen.shown import counted
@@ -221,18 +222,28 @@ class LoadedModel:
 
 
 def load_model(
-    model: ModelFile, backend: Backend, limits: StepLimits, on_message: Callable[[str], None]
+    model: ModelFile, backend: Backend, limits: StepLimits, on_message: Callable[[str], None], embeds: bool = False
 ) -> LoadedModel:
-    """Pack the weights, allocate the KV cache, compile the kernels; what is damaged in their cache is made anew."""
+    """Pack the weights, allocate the KV cache, compile the kernels; what is damaged in their cache is made anew.
+
+    `embeds`: without the output head, for embeddings.
+    """
+    program = forward_hidden if embeds else forward
     try:
-        return _load(model, backend, limits, on_message)
+        return _load(model, backend, limits, on_message, program)
     except (UnpicklingError, EOFError, OSError) as error:
         discard_kernels(error)
         on_message("the kernels on disk are damaged; compiling them again")
-        return _load(model, backend, limits, on_message)
+        return _load(model, backend, limits, on_message, program)
 
 
-def _load(model: ModelFile, backend: Backend, limits: StepLimits, on_message: Callable[[str], None]) -> LoadedModel:
+def _load(
+    model: ModelFile,
+    backend: Backend,
+    limits: StepLimits,
+    on_message: Callable[[str], None],
+    program: Callable[[Ops, ModelConfig, DecoderWeights], None],
+) -> LoadedModel:
     start = time.perf_counter()
     config = model.config
     try:
@@ -241,7 +252,7 @@ def _load(model: ModelFile, backend: Backend, limits: StepLimits, on_message: Ca
         raise ModelError(f"{model.file.path}: {error}") from None
     positions = min(config.shape.context_length, limits.num_pages * limits.page_size)
     rope = config.rope_tables(positions, weights.rope_factors)
-    backend.build(lambda ops: forward(ops, config, weights), config.shape, limits, rope)
+    backend.build(lambda ops: program(ops, config, weights), config.shape, limits, rope)
     loaded = time.perf_counter()
     compile_kernels(backend, on_message)
     return LoadedModel(backend, loaded - start, time.perf_counter() - loaded)

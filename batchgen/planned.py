@@ -50,13 +50,13 @@ class Planned:
 
 def planned(job: PreparedJob, known: Calibration | None) -> Planned:
     """The figures of a job that is ready to run, on a machine of which `known` is known."""
-    plan, prompts, scored = job.plan, job.prompts, job.spec.task.scores
+    plan, prompts, task = job.plan, job.prompts, job.spec.task
     sequences = _sequences(job)
     with_answer = job.rooms[plan.order] > 0
     distinct = int(plan.lengths[with_answer].sum() - _shared_as_planned(job, with_answer).sum())
     return Planned(
         rows=len(prompts.row_index),
-        answers=len(prompts.row_index) if scored else int(prompts.samples.sum()),
+        answers=int(prompts.samples.sum()) if task.generates else len(prompts.row_index),
         failed_rows=len(prompts.failures),
         failures=dict(Counter(failed.failure.code for failed in prompts.failures)),
         duplicate_rows=int(plan.repeats.sum()),
@@ -64,8 +64,8 @@ def planned(job: PreparedJob, known: Calibration | None) -> Planned:
         prompt_tokens=plan.prompt_tokens,
         distinct_prompt_tokens=distinct,
         computed_prompt_tokens=sequences.prefill_tokens,
-        max_new_tokens=0 if scored else int((job.samples * job.rooms).sum()),
-        scored_tokens=int(prompts.wishes.num_logits.sum()) if scored else 0,
+        max_new_tokens=int((job.samples * job.rooms).sum()) if task.generates else 0,
+        scored_tokens=int(prompts.wishes.num_logits(prompts.table.lengths).sum()) if task.scores else 0,
         longest_prompt=int(plan.lengths.max(initial=0)),
         context_length=job.model.config.shape.context_length,
         kv_pages_needed=job.pages_wanted,
@@ -115,7 +115,8 @@ def _shared_as_planned(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.
 
 
 def _without_logits(job: PreparedJob, runs: NDArray[np.bool_], shared: NDArray[np.int64]) -> NDArray[np.int64]:
-    return shared_before_logits(job.plan.lengths[runs], shared, job.prompts.wishes.num_logits[job.plan.order][runs])
+    logits = job.prompts.wishes.num_logits(job.prompts.table.lengths)[job.plan.order]
+    return shared_before_logits(job.plan.lengths[runs], shared, logits[runs])
 
 
 def _shared_in_parts(job: PreparedJob, runs: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -90,7 +90,7 @@ def make_source(spec: JobSpec, tokenizer: Tokenizer, chat: ChatTemplate | None) 
     if given.token_ids is not None:
         return TokenColumn(given.token_ids)
     has_messages = given.messages is not None or given.is_batch
-    auto = given.chat == "auto" and not given.parse_special and spec.task.kind != "perplexity"
+    auto = given.chat == "auto" and not given.parse_special and spec.task.kind not in ("perplexity", "embed")
     wants_chat = given.chat is True or has_messages or auto
     if chat is None and (given.chat is True or has_messages):
         raise InputError("the model has no chat template; give input.prompt with chat: false")

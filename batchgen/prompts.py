@@ -83,9 +83,16 @@ class Wishes:
         return self._each(lambda wish: wish.params.greedy).astype(np.bool_)
 
     @property
-    def num_logits(self) -> NDArray[np.int64]:
-        """Of how many of its last tokens each needs the logits."""
-        return np.ones(len(self), np.int64) if self.scored is None else self.scored.counts.astype(np.int64)
+    def answers(self) -> bool:
+        """Whether answers are generated, rather than prompts or what follows them looked at."""
+        return self.scored is None and all(wish.pooling is None for wish in self.distinct)
+
+    def num_logits(self, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Of how many of its last tokens each, having so many, needs the logits, or the hidden states."""
+        if self.scored is not None:
+            return self.scored.counts.astype(np.int64)
+        means = self._each(lambda wish: wish.pooling is not None and wish.pooling.kind == "mean")
+        return np.where(means, lengths, 1).astype(np.int64)
 
     def computed(self, plan: PrefixPlan) -> NDArray[np.int64]:
         """The answers that are computed for each, in the table's order: of those that must agree, one.
@@ -245,8 +252,8 @@ class PromptReader:
 
     def _ask(self, row: PythonRow) -> tuple[RowWish, RowFailure | None]:
         """What a row asks for and, if that cannot be answered, why; of such a wish only `n` means something."""
-        if self._spec.task.scores:
-            return RowWish(SCORING, 1, False), None
+        if not self._spec.task.generates:
+            return RowWish(SCORING, 1, False, pooling=self._spec.task.pooled), None
         if isinstance(row, RowFailure):
             return self._results_of({}), row
         sampling = self._spec.sampling

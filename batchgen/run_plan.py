@@ -41,10 +41,9 @@ def plan_run(
     own_answers = wishes.computed(plan) if engine.prefix_sharing else wishes.n
     # A sample starts in the middle of a page, of which all but one take a copy; its last token needs no place.
     answer_pages = np.where(rooms > 1, own_answers * (-(-(rooms - 1) // page_size) + 1), 0)
-    found = shared_before_logits(plan.lengths, plan.shared, wishes.num_logits[plan.order])
+    found = shared_before_logits(plan.lengths, plan.shared, wishes.num_logits(table.lengths)[plan.order])
     own = own_pages(plan.lengths, found, answer_pages[plan.order], page_size)
-    # Scores have no answers to mix prompts with.
-    if one_end or (wishes.scored is not None and engine.schedule != "fifo"):
+    if one_end or (not wishes.answers and engine.schedule != "fifo"):  # no answers to mix prompts with
         order = plan_order(plan)
     else:
         longest = -(-int(plan.lengths.max(initial=0) + rooms.max(initial=0)) // page_size)
@@ -67,8 +66,9 @@ def make_engine(
     engine: EngineSpec,
     num_pages: int,
     tiers: CacheTiers | None = None,
+    embeds: bool = False,
 ) -> Engine:
-    """An engine on a backend that is built for `step_limits(engine, num_pages)`."""
+    """An engine on a backend that is built for `step_limits(engine, num_pages)`; `embeds`: without an output head."""
     limits = EngineLimits(
         max_batch_tokens=engine.max_batch_tokens,
         max_num_seqs=engine.max_num_seqs,
@@ -78,5 +78,6 @@ def make_engine(
         vocab_size=shape.vocab_size,
         prefix_sharing=engine.prefix_sharing,
         prefill_first=engine.schedule == "prefill_first",
+        max_num_logits=engine.max_batch_tokens if embeds else engine.max_num_seqs,
     )
     return Engine(backend, tokenizer, limits, tiers=tiers)

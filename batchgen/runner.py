@@ -23,6 +23,7 @@ from batchgen.io.checkpoint import Checkpoint, flat, read_job
 from batchgen.io.deliver import Expected, deliver
 from batchgen.io.openai_batch import deliver_batch_output
 from batchgen.io.reuse import take_over
+from batchgen.io.schemas import COMMITTED
 from batchgen.io.scratch import Scratch
 from batchgen.io.table import InputTable
 from batchgen.io.writer import JobWriter
@@ -86,7 +87,7 @@ def run_job(
     """
     started = time.perf_counter()
     _tell(progress, started, "opening the table and the model")
-    if spec.task.scores and (retry_errors or reuse):
+    if not spec.task.generates and (retry_errors or reuse):
         raise OutputError(f"task.kind: {spec.task.kind} is computed anew: --retry-errors and --reuse are for answers")
     dates: list[datetime] = []  # known once the output is open, wanted once prompts are made
     opened = open_job(spec, progress.message, lambda: dates[0])
@@ -131,7 +132,8 @@ def _run_opened(
         if (tiers := _open_tiers(job, progress)) is not None:
             stack.callback(tiers.stop)
         _tell(progress, started, "loading")
-        loaded = load_model(opened.model, job.backend, step_limits(opened.spec.engine, job.num_pages), progress.message)
+        embeds, limits = opened.spec.task.kind == "embed", step_limits(opened.spec.engine, job.num_pages)
+        loaded = load_model(opened.model, job.backend, limits, progress.message, embeds)
         feed = Feed(job, reading, checkpoint)
         return _Run(feed, checkpoint, loaded, tiers, progress, started, plan_seconds).run(stop)
 
@@ -194,7 +196,7 @@ def _finished_summary(spec: JobSpec, checkpoint: Checkpoint) -> JobSummary:
 
 def writes_timings(spec: JobSpec) -> bool:
     """A row for each generated token."""
-    return spec.output.timings == "token" and not spec.task.scores
+    return spec.output.timings == "token" and spec.task.generates
 
 
 def _make_writer(spec: JobSpec, checkpoint: Checkpoint, started_ns: int) -> JobWriter:
@@ -206,7 +208,7 @@ def _make_writer(spec: JobSpec, checkpoint: Checkpoint, started_ns: int) -> JobW
         timings=writes_timings(spec),
         clock=time.monotonic_ns,
         started_ns=started_ns,
-        scores=spec.task.scores,
+        schema=COMMITTED[spec.task.kind],
     )
 
 
@@ -228,7 +230,10 @@ class _Run:
         self._known = read_calibration(self._job.opened.machine)
         self._figures = None if feed.is_reading else planned(self._job, self._known)  # of all rows
         job, shape = self._job, self._job.model.config.shape
-        self._engine = make_engine(job.backend, job.model.tokenizer, shape, job.spec.engine, job.num_pages, tiers)
+        spec, tokenizer = job.spec, job.model.tokenizer
+        self._engine = make_engine(
+            job.backend, tokenizer, shape, spec.engine, job.num_pages, tiers, embeds=spec.task.kind == "embed"
+        )
         self._generating = time.monotonic_ns()
         self._writer = _make_writer(self._job.spec, checkpoint, self._generating)
         self._first_step = checkpoint.next_step
@@ -403,7 +408,7 @@ class _Run:
             prefix=output.prefix,
             part_rows=output.part_rows,
             timings=writes_timings(self._job.spec),
-            form=result_form(self._job.spec, self._job.model.tokenizer),
+            form=result_form(self._job.spec, self._job.model.tokenizer, self._job.model.config.shape.hidden_size),
         )
         self._verdicts = verdicts(self._job.spec, self._checkpoint.directory)
         if self._job.spec.input.is_batch:

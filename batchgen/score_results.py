@@ -1,4 +1,5 @@
-"""What is delivered of tasks that score: one row per input row, made of the scores of its continuations or windows."""
+"""What is delivered of tasks that score, or embed: one row per input row, made of the scores of its continuations or
+windows, or of its embedding."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from batchgen.errors import RowError
 from batchgen.io.deliver import ANSWERS, ResultForm
-from batchgen.io.schemas import DELIVERED, SCORES
+from batchgen.io.schemas import DELIVERED, EMBEDDINGS, SCORES
 from batchgen.prompt_sources import PythonRow, python_rows
 from batchgen.scored_sources import Continuations, continuations_of, or_failure, right_choice
 from batchgen.spec import JobSpec, TaskSpec
@@ -21,9 +22,11 @@ WAYS = ("", "_per_byte", "_per_token")
 """What choices are compared by, as the names of columns end: the log-likelihood itself, or divided."""
 
 
-def result_form(spec: JobSpec, tokenizer: Tokenizer) -> ResultForm:
+def result_form(spec: JobSpec, tokenizer: Tokenizer, hidden_size: int) -> ResultForm:
     if spec.task.kind == "generate":
         return ANSWERS
+    if spec.task.kind == "embed":
+        return Embeddings(hidden_size)
     return ChoiceResults(spec.task) if spec.task.kind == "choose" else TextResults(spec.task.kind, tokenizer)
 
 
@@ -44,6 +47,25 @@ def verdicts(spec: JobSpec, directory: Path) -> dict[str, float | None]:
     else:
         return {}
     return results.select(found).collect(engine="streaming").row(0, named=True)
+
+
+class Embeddings:
+    """A row's embedding as a list of fixed size, null where it has failed."""
+
+    parts, columns, one_per_row = EMBEDDINGS, frozenset[str](), True
+
+    def __init__(self, hidden_size: int):
+        self._type = pa.list_(pa.field("element", pa.float32()), hidden_size)
+        place = EMBEDDINGS.get_field_index("embedding")
+        self.delivered = EMBEDDINGS.set(place, pa.field("embedding", self._type))
+
+    def finish(self, batch: pa.RecordBatch, samples: NDArray[np.int32], results: pa.Table) -> pa.Table:
+        place, found = results.schema.get_field_index("embedding"), results["embedding"].combine_chunks()
+        missing = found.is_null().to_numpy(zero_copy_only=False)
+        values = np.zeros((len(found), self._type.list_size), np.float32)
+        values[~missing] = found.flatten().to_numpy().reshape(-1, self._type.list_size)
+        lists = pa.FixedSizeListArray.from_arrays(values.reshape(-1), type=self._type, mask=pa.array(missing))
+        return results.set_column(place, self.delivered.field(place), lists)
 
 
 class TextResults:

@@ -31,7 +31,7 @@ from pydantic import (
     model_validator,
 )
 
-from batchgen.engine.types import SamplingParams
+from batchgen.engine.types import Pooling, SamplingParams
 from batchgen.errors import BatchgenError, RowError, SpecError
 from batchgen.spec_errors import Override, explain, explain_value
 from batchgen.yaml_text import MAX_BYTES, read_yaml, write_yaml
@@ -357,17 +357,19 @@ _TASK_KEYS = {
     "score": frozenset({"continuation", "max_length"}),
     "choose": frozenset({"choices", "delimiter", "answer", "max_length"}),
     "perplexity": frozenset({"stride", "max_length"}),
+    "embed": frozenset({"pooling", "normalize"}),
 }
 _TASK_NEEDS = {"score": "continuation", "choose": "choices"}
 
 
 class TaskSpec(_Part):
-    """What is done with each prompt: an answer is generated, or given texts are scored after it, or it is itself."""
+    """What is done with each prompt: an answer is generated, given texts are scored after it, or it is itself; or it is
+    embedded."""
 
-    kind: Literal["generate", "score", "choose", "perplexity"] = Field(
+    kind: Literal["generate", "score", "choose", "perplexity", "embed"] = Field(
         default="generate",
         description="generate an answer; score: log-likelihood of a continuation; choose: the likeliest of several; "
-        "perplexity: log-likelihood of the prompt itself",
+        "perplexity: log-likelihood of the prompt itself; embed: a vector that stands for the prompt",
     )
     continuation: PromptText | None = Field(
         default=None, description="score: jinja2 template of the text that follows the prompt, or a column of token ids"
@@ -390,10 +392,24 @@ class TaskSpec(_Part):
         default=None, description="most tokens that a prediction may see; default, and most: the model's context"
     )
 
+    pooling: Literal["last", "mean"] = Field(
+        default="last", description="embed: the final hidden state of the last token, or the mean of all tokens'"
+    )
+    normalize: bool = Field(default=True, description="embed: vectors of length 1")
+
+    @property
+    def generates(self) -> bool:
+        return self.kind == "generate"
+
     @property
     def scores(self) -> bool:
-        """Whether given tokens are scored and nothing is generated."""
-        return self.kind != "generate"
+        """Whether given tokens are scored."""
+        return self.kind in ("score", "choose", "perplexity")
+
+    @property
+    def pooled(self) -> Pooling | None:
+        """How prompts are embedded, if they are."""
+        return Pooling(self.pooling, self.normalize) if self.kind == "embed" else None
 
     @model_validator(mode="after")
     def _keys_of_the_kind(self) -> Self:
@@ -528,14 +544,14 @@ class JobSpec(_Part):
 
     @model_validator(mode="after")
     def _task_goes_with_the_rest(self) -> Self:
-        if not self.task.scores:
+        if self.task.generates:
             return self
         kind = f"task.kind: {self.task.kind}"
         if self.sampling != SamplingSpec():
             raise ValueError(f"{kind} generates nothing, so sampling has no meaning with it")
         if self.input.is_batch:
             raise ValueError(f"{kind} has no meaning with requests of OpenAI's batches, which ask for answers")
-        if self.input.overflow != "error":
+        if self.input.overflow != "error" and self.task.scores:
             raise ValueError(f"input.overflow has no meaning with {kind}, for which long prompts are cut on the left")
         if self.task.kind == "perplexity" and (self.input.chat is True or self.input.messages is not None):
             raise ValueError(f"{kind} is that of plain texts: give input.prompt or input.token_ids, without chat: true")

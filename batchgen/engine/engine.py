@@ -14,7 +14,7 @@ from batchgen.engine.isolation import NOT_OF_A_ROW, Ran, StepOutcome, StepRunner
 from batchgen.engine.planner import Admission
 from batchgen.engine.sampler import Sampler, random_key
 from batchgen.engine.scheduler import ScheduledSequence, Scheduler, Sequence, StepPlan
-from batchgen.engine.types import FinishReason, Request, RequestOutput, RowFailure, Sample, Score, StepRecord
+from batchgen.engine.types import FinishReason, Pooling, Request, RequestOutput, RowFailure, Sample, Score, StepRecord
 from batchgen.errors import RowErrorCode
 from batchgen.kernels.base import Backend
 
@@ -36,7 +36,10 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Tokens and sequences per step, KV pages and their size, the model's context and vocabulary."""
+    """Tokens and sequences per step, KV pages and their size, the model's context and vocabulary.
+
+    `max_num_logits`: see `Scheduler`.
+    """
 
     max_batch_tokens: int
     max_num_seqs: int
@@ -46,6 +49,7 @@ class EngineLimits:
     vocab_size: int
     prefix_sharing: bool = True
     prefill_first: bool = False
+    max_num_logits: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +88,7 @@ class Engine:
             prefix_sharing=limits.prefix_sharing,
             prefill_first=limits.prefill_first,
             tiers=tiers,
+            max_num_logits=limits.max_num_logits,
         )
         sampler = Sampler(detokenizer.eos_token_ids)
         self._runner = StepRunner(backend, sampler, limits.page_size, limits.prefix_sharing, clock)
@@ -180,6 +185,7 @@ class Engine:
         outputs: list[RequestOutput] = []
         for ran in outcome.ran:
             self._take_scores(ran, now)
+            outputs += self._take_hidden(ran, now)
             drawn = slice(len(ran.sampling.draws))
             tokens, logprobs = ran.result.token_ids[drawn].tolist(), ran.result.logprobs[drawn].tolist()
             for sequence, token, logprob in zip(self._forked(ran.sampling.draws), tokens, logprobs, strict=True):
@@ -210,6 +216,15 @@ class Engine:
             hits = ran.result.token_ids[part] == sequence.token_ids[first : first + count]
             self.scheduler.append_scores(sequence, ran.result.logprobs[part].tolist(), hits.tolist(), self._step, now)
             begin += count
+
+    def _take_hidden(self, ran: Ran, now: int) -> list[RequestOutput]:
+        """Add up what is pooled; who has reached its end has its embedding."""
+        outputs: list[RequestOutput] = []
+        for part, end in ran.sampling.pooled:
+            self.scheduler.add_hidden(part.sequence, ran.result.hidden[end - part.num_logits : end])
+            if part.reaches_end:
+                outputs += self._finish_pooled(part.sequence, now)
+        return outputs
 
     def _take(self, sequence: Sequence, token: int, logprob: float, now: int) -> list[RequestOutput]:
         assert sequence.sample is not None
@@ -284,6 +299,18 @@ class Engine:
         answer = RequestOutput(0, 0, "stop", token_ids=ids, is_greedy=all(sequence.hits[-count:]))
         return self._outputs(sequence, answer, now)
 
+    def _finish_pooled(self, sequence: Sequence, now: int) -> list[RequestOutput]:
+        [sample] = sequence.request.samples
+        assert sample.pooling is not None and sequence.hidden_sum is not None
+        self.scheduler.fork(sequence, sequence.request.samples)
+        self.scheduler.finish(sequence)
+        answer = RequestOutput(0, 0, "stop")
+        answer.embedding = pooled(sequence.hidden_sum, sequence.num_prompt_tokens, sample.pooling)
+        if not np.isfinite(answer.embedding).all():
+            failure = RowFailure("internal_error", "the model's hidden states are not finite")
+            answer = RequestOutput(0, 0, "error", error=failure)
+        return self._outputs(sequence, answer, now)
+
     def _outputs(self, sequence: Sequence, answer: RequestOutput, now: int) -> list[RequestOutput]:
         """The answer for each that asked for it, with its counts and times: those of the last tokens are its own."""
         assert sequence.sample is not None
@@ -298,7 +325,7 @@ class Engine:
             token_times=np.array(sequence.token_times[kept], np.int64),
             arrived_ns=sequence.arrived_ns,
             scheduled_ns=sequence.scheduled_ns,
-            first_token_ns=sequence.token_times[0],
+            first_token_ns=sequence.token_times[0] if sequence.token_times else now,
             finished_ns=now,
             request_hash=sequence.sample.request_hash,
         )
@@ -315,6 +342,12 @@ class Engine:
         ids = sequence.generated
         ended = reason == "stop" and len(ids) and int(ids[-1]) in self._detokenizer.eos_token_ids
         return self._detokenizer.decode(ids[:-1] if ended else ids)
+
+
+def pooled(hidden_sum: NDArray[np.float64], prompt_tokens: int, pooling: Pooling) -> NDArray[np.float32]:
+    """(hidden size,): the average, of length 1 if that is asked for."""
+    mean = hidden_sum / pooling.count(prompt_tokens)
+    return (mean / np.sqrt(np.sum(np.square(mean))) if pooling.normalize else mean).astype(np.float32)
 
 
 def _not_a_number(sequence: Sequence) -> RowFailure:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from batchgen.engine.planner import PrefixPlan
 from batchgen.engine.prompt_table import PromptTable
 from batchgen.engine.run_order import RunOrder
-from batchgen.engine.types import Request, Sample, SamplingParams, Score
+from batchgen.engine.types import Pooling, Request, Sample, SamplingParams, Score
 
 CHUNK_REQUESTS = 1 << 14
 """Requests whose place in the plan is turned into Python's numbers at a time."""
@@ -21,7 +21,7 @@ CHUNK_REQUESTS = 1 << 14
 class RowWish:
     """What a row asks for: `n` answers under `params`; `own_seed` when the seed is a value of the row itself.
 
-    Or that a continuation is scored, as the row's result number `sample_index`.
+    Or that a continuation is scored, as the row's result number `sample_index`, or an embedding by `pooling`.
     """
 
     params: SamplingParams
@@ -29,6 +29,7 @@ class RowWish:
     own_seed: bool
     score: Score | None = None
     sample_index: int = 0
+    pooling: Pooling | None = None
 
 
 def make_requests(
@@ -72,7 +73,7 @@ def _shared_tokens(plan: PrefixPlan, begin: int, end: int) -> int:
 def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], RowWish]) -> tuple[Sample, ...]:
     """The k-th of several equal rows draws from the k-th streams; rows that must agree share one sample."""
     numbers: dict[SamplingParams, int] = {}
-    targets: dict[tuple[SamplingParams, int, Score | None], list[tuple[int, int]]] = {}
+    targets: dict[tuple[SamplingParams, int, Score | None, Pooling | None], list[tuple[int, int]]] = {}
     for position in members:
         row, asked = int(table.row_index[position]), wish(position)
         params = asked.params.without_unused()
@@ -80,8 +81,12 @@ def _join_samples(table: PromptTable, members: list[int], wish: Callable[[int], 
         numbers[params] = first + asked.n
         for k in range(asked.n):
             number = 0 if params.greedy else first + k
-            targets.setdefault((params, number, asked.score), []).append((row, asked.sample_index + k))
-    return tuple(Sample(params, tuple(rows), number, score=score) for (params, number, score), rows in targets.items())
+            key = (params, number, asked.score, asked.pooling)
+            targets.setdefault(key, []).append((row, asked.sample_index + k))
+    return tuple(
+        Sample(params, tuple(rows), number, score=score, pooling=pooling)
+        for (params, number, score, pooling), rows in targets.items()
+    )
 
 
 def _hashed(samples: tuple[Sample, ...], prompt: NDArray[np.int32], root: bytes) -> tuple[Sample, ...]:

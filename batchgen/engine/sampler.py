@@ -1,7 +1,7 @@
 """What each draw needs: parameters, random key, tokens that penalties look at, tokens that are forbidden."""
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,8 @@ from batchgen.kernels.base import SAMPLE_DTYPE
 class SamplerInputs:
     """The sampling part of a `StepBatch`: `samples` are one for each of `draws`, then those of `scored`.
 
-    `scored` are tokens of prompts whose log-probabilities are wanted: (sequence, first of them, how many).
+    `scored` are tokens of prompts whose log-probabilities are wanted: (sequence, first of them, how many). `pooled` are
+    parts whose hidden states are, with where these end; then there is nothing else.
     """
 
     draws: list[tuple[Sequence, Sample]]
@@ -24,6 +25,7 @@ class SamplerInputs:
     samples: NDArray[np.void]
     history: NDArray[np.int32]
     suppress: NDArray[np.int32]
+    pooled: list[tuple[ScheduledSequence, int]] = field(default_factory=list)
 
 
 def random_key(prompt: NDArray[np.int32], params: SamplingParams) -> int:
@@ -61,6 +63,8 @@ class Sampler:
         """One draw per sequence that reaches its last token, or per sample where a prompt has just been computed."""
         ends = np.cumsum([s.num_logits for s in plan.scheduled]).tolist()
         wanting = [(s, end) for s, end in zip(plan.scheduled, ends, strict=True) if s.num_logits]
+        if wanting and wanting[0][0].sequence.request.samples[0].pooling:
+            return replace(self._inputs([], []), needs_logits=np.zeros(ends[-1], bool), pooled=wanting)
         done = [(s.sequence, end - 1) for s, end in wanting if s.reaches_end]
         draws = [(q, row, sample) for q, row in done for sample in ((q.sample,) if q.sample else q.request.samples)]
         inputs = self._inputs([(q, sample) for q, _, sample in draws], wanting)

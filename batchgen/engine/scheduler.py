@@ -36,6 +36,7 @@ class Sequence:
     KV of `num_computed_tokens` is (or will be by the end of the step) in the pages of `block_table`.
 
     Of tokens that are scored, `hits` says which are the likeliest; `logprobs` and what follows it run parallel to it.
+    `hidden_sum` (hidden size,) float64 adds up the hidden states of tokens that are pooled.
 
     While it runs it has `seats`, one or one for each sample, and pages are reserved: `reserved_pages` for itself and
     `sample_pages` for the samples that will leave it; `hopeful` says that these may not be enough. `set_back`: it has
@@ -56,6 +57,7 @@ class Sequence:
     token_steps: list[int] = field(default_factory=list)
     token_times: list[int] = field(default_factory=list)
     hits: list[bool] = field(default_factory=list)
+    hidden_sum: NDArray[np.float64] | None = None
     seats: int = 0
     reserved_pages: int = 0
     sample_pages: int = 0
@@ -84,11 +86,14 @@ class Sequence:
     def first_wanted(self) -> int:
         """Its first token whose logits are wanted: the last one, or that before a continuation to be scored.
 
+        Or whose hidden state is wanted.
+
         From there on it computes all tokens itself, whoever has computed them: for their logits.
         """
         if self.sample is not None:
             return self.num_tokens - 1
-        return self.num_prompt_tokens - max(sample.num_logits for sample in self.request.samples)
+        prompt = self.num_prompt_tokens
+        return prompt - max(sample.num_logits(prompt) for sample in self.request.samples)
 
     @property
     def unforked_samples(self) -> tuple[Sample, ...]:
@@ -214,7 +219,7 @@ class Scheduler:
     """Queues, admission, preemption and the life of pages.
 
     `prefill_first`: a step's tokens go to prompts before they go to answers. Logits are wanted of at most
-    `max_num_seqs` tokens of a step.
+    `max_num_logits` tokens of a step (by default as many as sequences).
     """
 
     def __init__(
@@ -227,11 +232,13 @@ class Scheduler:
         prefix_sharing: bool,
         prefill_first: bool = False,
         tiers: LowerTiers | None = None,
+        max_num_logits: int | None = None,
     ):
         self.blocks = blocks
         self._tiers = tiers
         self._page_size = page_size
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
+        self._max_num_logits = max_num_seqs if max_num_logits is None else max_num_logits
         self._sharing, self._prefill_first = prefix_sharing, prefill_first
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -288,7 +295,7 @@ class Scheduler:
         """How many of its tokens the step has room for."""
         left = self._max_batch_tokens - plan.num_tokens
         without_logits = max(0, sequence.first_wanted - sequence.num_computed_tokens)
-        with_logits = self._max_num_seqs - plan.num_logits
+        with_logits = self._max_num_logits - plan.num_logits
         return min(sequence.num_tokens - sequence.num_computed_tokens, left, without_logits + with_logits)
 
     # Pages
@@ -391,7 +398,7 @@ class Scheduler:
 
     def _has_room(self, plan: StepPlan) -> bool:
         """For a token, whether its logits are wanted or not."""
-        return plan.num_tokens < self._max_batch_tokens and plan.num_logits < self._max_num_seqs
+        return plan.num_tokens < self._max_batch_tokens and plan.num_logits < self._max_num_logits
 
     def _restore(self, plan: StepPlan, sequence: Sequence) -> None:
         """Fill full pages of its prompt, beyond those that it shares, with what a tier below the device has of them.
@@ -513,6 +520,7 @@ class Scheduler:
         self.preemptions += 1
         sequence.set_back, sequence.lost_tokens = True, sequence.num_computed_tokens
         self._wasted += sequence.lost_tokens
+        sequence.hidden_sum = None
         self._leave(sequence)
         self._waiting.appendleft(sequence)
 
@@ -588,6 +596,11 @@ class Scheduler:
         sequence.hits += hits
         sequence.token_steps += [step] * len(hits)
         sequence.token_times += [now_ns] * len(hits)
+
+    def add_hidden(self, sequence: Sequence, hidden: NDArray[np.float32]) -> None:
+        """Hidden states (tokens, hidden size) of its next tokens, added one after the other: chunks do not show."""
+        before = np.zeros(hidden.shape[1]) if sequence.hidden_sum is None else sequence.hidden_sum
+        sequence.hidden_sum = np.add.accumulate(np.vstack([before, hidden]), axis=0)[-1]
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out and free what nobody else needs."""

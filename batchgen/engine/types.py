@@ -47,7 +47,7 @@ class SamplingParams:
 
 
 SCORING = SamplingParams(max_tokens=1)
-"""Parameters of a sample that scores: a last token whose logits are looked at, and nothing is drawn."""
+"""Parameters of a sample that scores or embeds: a last token that is looked at, and nothing is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,23 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooling:
+    """An embedding of the prompt: the final hidden states of all its tokens averaged, or that of the last.
+
+    `normalize`: divided by its length, in the sense of Euclid. Names are vLLM's.
+    """
+
+    kind: Literal["last", "mean"]
+    normalize: bool = True
+
+    def count(self, prompt_tokens: int) -> int:
+        """Of how many of the prompt's last tokens it needs the hidden states."""
+        return prompt_tokens if self.kind == "mean" else 1
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer wanted of a prompt, or the log-probabilities of a given one (`score`).
+    """One answer wanted of a prompt, or the log-probabilities of a given one (`score`), or an embedding (`pooling`).
 
     `sample_number` selects the random stream: the k-th of several equal rows, or of one row's `n`, is number k.
     `targets` lists the (row_index, sample_index) pairs that receive the answer: more than one where equal rows
@@ -77,10 +92,12 @@ class Sample:
     room: int = 1  # tokens that may be generated, filled in by the engine, see `Admission.room`
     request_hash: str = ""  # see `requests.make_requests`
     score: Score | None = None
+    pooling: Pooling | None = None
 
-    @property
-    def num_logits(self) -> int:
-        """Of how many of the prompt's last tokens it needs the logits."""
+    def num_logits(self, prompt_tokens: int) -> int:
+        """Of how many of the prompt's last tokens it needs the logits, or the hidden states."""
+        if self.pooling:
+            return self.pooling.count(prompt_tokens)
         return self.score.count if self.score else 1
 
 
@@ -139,6 +156,7 @@ class RequestOutput:
     truncated_tokens: int = 0
     request_hash: str | None = None
     is_greedy: bool | None = None
+    embedding: NDArray[np.float32] | None = None
 
     @property
     def cumulative_logprob(self) -> float:

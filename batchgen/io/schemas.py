@@ -65,6 +65,18 @@ SCORES = pa.schema(
 )
 """What is committed of tasks that score: a row for each choice or window; the rows of `DELIVERED` are made of these."""
 
+EMBEDDINGS = pa.schema([*_KEY, ("embedding", pa.list_(pa.field("element", pa.float32()))), *_REST])
+"""Embeddings; as delivered, lists have a fixed size, the model's hidden size."""
+
+COMMITTED = {
+    "generate": RESULTS,
+    "score": SCORES,
+    "choose": SCORES,
+    "perplexity": SCORES,
+    "embed": EMBEDDINGS,
+}
+"""The columns of a job's parts, by the kind of the task."""
+
 DELIVERED = {
     "generate": RESULTS,
     "score": pa.schema([*_KEY, *_OF_TEXT, *_REST]),
@@ -78,6 +90,7 @@ DELIVERED = {
         ]
     ),
     "perplexity": pa.schema([*_KEY, *_OF_TEXT, ("perplexity", pa.float64()), ("bits_per_byte", pa.float64()), *_REST]),
+    "embed": EMBEDDINGS,
 }
 """The result columns, by the kind of the task."""
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from batchgen.engine.types import RequestOutput, StepRecord
 from batchgen.io.checkpoint import Checkpoint
-from batchgen.io.schemas import RESULTS, SCORES, STEPS, TIMINGS
+from batchgen.io.schemas import RESULTS, STEPS, TIMINGS
 
 _NS = 1e9
 PART_TOKENS = 1 << 21
@@ -55,9 +55,9 @@ class JobWriter:
         timings: bool,
         clock: Callable[[], int],
         started_ns: int | None = None,
-        scores: bool = False,
+        schema: pa.Schema = RESULTS,
     ):
-        self._scores = scores
+        self._schema = schema
         self._checkpoint = checkpoint
         self._part_rows = part_rows
         self._part_ns = part_seconds * _NS
@@ -124,7 +124,7 @@ class JobWriter:
     def _commit(self, part: _Buffer) -> None:
         timings = timings_table(part.outputs, self._first_step, self._shift_ns)
         steps = steps_table(part.steps, self._first_step, self._shift_ns)
-        results = results_table(part.outputs, SCORES if self._scores else RESULTS)
+        results = results_table(part.outputs, self._schema)
         tables = {"results": results, "steps": steps}
         if self._timings:
             tables["timings"] = timings
@@ -135,7 +135,7 @@ class JobWriter:
 
 
 def results_table(outputs: Sequence[RequestOutput], schema: pa.Schema = RESULTS) -> pa.Table:
-    """One row per output, schema `RESULTS` or `SCORES`. Seconds are null for an output that was never scheduled."""
+    """One row per output, one of `COMMITTED`. Seconds are null for an output that was never scheduled."""
     scheduled = _numbers(outputs, "scheduled_ns", np.int64)
     first_token = _numbers(outputs, "first_token_ns", np.int64)
     finished = _numbers(outputs, "finished_ns", np.int64)
@@ -155,6 +155,7 @@ def results_table(outputs: Sequence[RequestOutput], schema: pa.Schema = RESULTS)
         "is_greedy": [output.is_greedy for output in outputs],
         "num_generated_tokens": _lengths(outputs).astype(np.int32),
         "cumulative_logprob": _numbers(outputs, "cumulative_logprob", np.float64),
+        "embedding": [output.embedding for output in outputs],
         "error": [output.error and {"code": output.error.code, "message": output.error.message} for output in outputs],
         "queued_s": _seconds(_numbers(outputs, "arrived_ns", np.int64), scheduled, scheduled > 0),
         "prefill_s": _seconds(scheduled, first_token, scheduled > 0),
@@ -230,8 +231,10 @@ def results_totals(results: pa.Table) -> dict[str, int]:
     if "token_logprobs" in results.column_names:  # scored, see `SCORES`
         scored = _sum(pc.list_value_length(results["token_ids"]))
         return totals | {"prompt_tokens": _sum(results["num_prompt_tokens"]), "scored_tokens": scored}
-    generated = _sum(results["num_generated_tokens"])
-    return totals | {"prompt_tokens": _sum(first["num_prompt_tokens"]), "generated_tokens": generated}
+    totals["prompt_tokens"] = _sum(first["num_prompt_tokens"])
+    if "embedding" in results.column_names:
+        return totals
+    return totals | {"generated_tokens": _sum(results["num_generated_tokens"])}
 
 
 def steps_totals(steps: pa.Table) -> dict[str, int]:

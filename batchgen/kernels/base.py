@@ -7,7 +7,7 @@ piece, a `StepBatch`; nothing returns to Python between its first operation and 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,12 +168,13 @@ class StepResult:
 
     Of a scored sample the token is the likeliest one, the log-probability the target's.
     `logits` (at least R rows, vocabulary) float32 is a view that the next step overwrites; the rows of `needs_logits`
-    are valid.
+    are valid. Where the model ends with `Ops.hidden_states` there is `hidden` (R, hidden size) float32 and nothing else.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     logits: NDArray[np.float32]
+    hidden: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 class Ops(Protocol):
@@ -236,6 +237,9 @@ class Ops(Protocol):
 
     def final_norm(self, x: Any, weight: Any, eps: float) -> Any: ...
     def sample_head(self, x: Any, weight: Any, soft_cap: float = 0.0) -> None: ...
+    def hidden_states(self, x: Any, weight: Any, bias: Any | None, eps: float, centred: bool) -> None:
+        """In place of the last two: the step's result is the norm of the rows that want logits, LayerNorm if `centred`."""
+        ...
 
 
 class Backend(Protocol):

@@ -73,6 +73,11 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Fl
     return normed if bias is None else normed + bias
 
 
+def final_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float, centred: bool) -> Floats:
+    """LayerNorm if `centred`, else RMSNorm, over the last axis."""
+    return layer_norm(x, weight, bias, eps) if centred else rms_norm(x, weight, eps)
+
+
 def gelu_tanh(x: Floats) -> Floats:
     """GELU in the approximation by tanh (Hendrycks & Gimpel 2016)."""
     wide = x.astype(np.float64)
@@ -165,6 +170,7 @@ class EagerOps:
         self.logits: Floats = np.zeros((0, shape.vocab_size), np.float32)
         self.tokens = np.zeros(0, np.int32)
         self.logprobs: Floats = np.zeros(0, np.float32)
+        self.hidden: Floats = np.zeros((0, 0), np.float32)
         self._clear_pages()
 
     def _clear_pages(self) -> None:
@@ -255,6 +261,9 @@ class EagerOps:
     def final_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         return rms_norm(x[self._batch.logits_rows], weight, eps)
 
+    def hidden_states(self, x: Floats, weight: Floats, bias: Floats | None, eps: float, centred: bool) -> None:
+        self.hidden = final_norm(x[self._batch.logits_rows], weight, bias, eps, centred)
+
     def sample_head(self, x: Floats, weight: Floats, soft_cap: float = 0.0) -> None:
         batch = self._batch
         self.logits = soft_capped(self.linear(x, weight), soft_cap)
@@ -321,7 +330,7 @@ class ReferenceBackend:
             batch, self._shape, self._page_size, self._keys, self._values, self._rope, self.kv_dtype, self.weights_dtype
         )
         self._forward(ops)
-        return StepResult(ops.tokens, ops.logprobs, ops.logits)
+        return StepResult(ops.tokens, ops.logprobs, ops.logits, ops.hidden)
 
     def read_page(self, page: int) -> NDArray[np.uint8]:
         return self._kv[:, :, self._slots(page)].flatten().view(np.uint8)

@@ -12,6 +12,18 @@ def forward(ops: Ops, config: ModelConfig, weights: DecoderWeights) -> None:
 
     Of Llama (Touvron et al. 2023): pre-norm blocks of grouped-query attention and SwiGLU.
     """
+    x = layers(ops, config, weights)
+    ops.sample_head(last_norm(ops, config, weights.output_norm, x), weights.output, config.logit_cap)
+
+
+def forward_hidden(ops: Ops, config: ModelConfig, weights: DecoderWeights) -> None:
+    """The same without the head: what is wanted are the final hidden states, after the norm."""
+    norm, centred = weights.output_norm, config.architecture.norm == "layer"
+    ops.hidden_states(layers(ops, config, weights), norm.weight, norm.bias, config.norm_eps, centred)
+
+
+def layers(ops: Ops, config: ModelConfig, weights: DecoderWeights) -> Any:
+    """What the layers leave of each token."""
     x = ops.embed(weights.embedding)
     if weights.positions is not None:
         x = ops.add_positions(x, weights.positions)
@@ -21,7 +33,7 @@ def forward(ops: Ops, config: ModelConfig, weights: DecoderWeights) -> None:
         beside = normed(ops, config, layer.ffn_norm, x, kept=True) if config.parallel and layer.ffn_norm else h
         x = attend(ops, config, layer, number, h, x)
         x = feed(ops, config, layer, beside if config.parallel else normed(ops, config, layer.ffn_norm, x), x)
-    ops.sample_head(last_norm(ops, config, weights.output_norm, x), weights.output, config.logit_cap)
+    return x
 
 
 def normed(ops: Ops, config: ModelConfig, norm: Norm | None, x: Any, kept: bool = False) -> Any:

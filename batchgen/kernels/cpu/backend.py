@@ -40,6 +40,7 @@ from batchgen.kernels.cpu.head import HEAD_ROWS
 from batchgen.kernels.cpu.linear import BLOCK_BYTES, INTEGERS_HEADER, PART_TILES, rows_at_once
 from batchgen.kernels.cpu.on_demand import Kernel, kernel_address
 from batchgen.kernels.cpu.records import FORMAT_CODES, FORMAT_INT8, FORMAT_PANELS, HEAD_PAIRS, PARTIAL_FIELDS
+from batchgen.kernels.reference import final_norm
 
 ALIGNMENT, HUGE_PAGE = 4096, 2 << 20
 
@@ -307,6 +308,7 @@ class CpuBackend:
         self._fill_model(rope)
         recorder = Recorder(self, shape, self._tokens, self._rows, rope[0][0].nbytes)
         forward(recorder)
+        self._final = recorder.final
         self.operations = np.concatenate(recorder.ops)
         self._unlinked = recorder.kernels
         windows = {int(window) for window in self.operations["window"]} - {0}
@@ -440,6 +442,7 @@ class CpuBackend:
             tokens,
             logprobs,
             self._logits[:, : shape.vocab_size],
+            self._hidden_states(batch),
         )
 
     def _plan(self, batch: StepBatch, window: int, begin: int) -> tuple[int, int]:
@@ -456,6 +459,16 @@ class CpuBackend:
         for number, kernel in self._unlinked:
             self.operations[number]["function"] = kernel_address(kernel)
         self._unlinked = []
+
+    def _hidden_states(self, batch: StepBatch) -> NDArray[np.float32]:
+        """The final norm of what the layers left of the rows that want it, in float32 whatever activations are."""
+        if self._final is None:
+            return np.zeros((0, 0), np.float32)
+        x, weight, bias, eps, centred = self._final
+        size = self._shape.hidden_size
+        rows = x.array.reshape(-1, x.ld)[batch.logits_rows, :size]
+        shift = None if bias is None else bias.array[:size]
+        return final_norm(rows, weight.array[:size], shift, eps, centred)
 
     def read_page(self, page: int) -> NDArray[np.uint8]:
         return self._pages[:, page].flatten()
@@ -495,6 +508,7 @@ class Recorder:
         self._buffers: dict[Any, Buffer] = {}
         self.ops: list[NDArray[np.void]] = []
         self.kernels: list[tuple[int, Kernel]] = []  # those that operations, by number, carry the address of
+        self.final: tuple[Buffer, Packed, Packed | None, float, bool] | None = None
 
     def _buffer(self, role: str, columns: int, dtype: Any, rows: int | None = None) -> Buffer:
         """One buffer per role and width: layers take turns with them."""
@@ -654,6 +668,10 @@ class Recorder:
         self._record(records.WHOLE, experts.multiply_experts, experts=own.ctypes.data, **fields[0], **common)
         for (weight,) in weights:
             self._backend._kept += [weight.array] if weight.scales is None else [weight.array, weight.scales]
+
+    def hidden_states(self, x: Buffer, weight: Packed, bias: Packed | None, eps: float, centred: bool) -> None:
+        self.final = (x, weight, bias, eps, centred)
+        self._record(records.SAMPLE)  # nothing, but what looks at rows needs an end
 
     def sample_head(self, x: Buffer, weights: tuple[Packed, ...], soft_cap: float = 0.0) -> None:
         none = Buffer(x.array, 0)
