@@ -168,7 +168,7 @@ class StepResult:
 
     Of a scored sample the token is the likeliest one, the log-probability the target's.
     `logits` (at least R rows, vocabulary) float32 is a view that the next step overwrites; the rows of `needs_logits`
-    are valid. Where the model ends with `Ops.hidden_states` there is `hidden` (R, hidden size) float32 and nothing else.
+    are valid. Where the model ends with `Ops.hidden_states`, `hidden` (R, hidden size) float32 is all there is.
     """
 
     token_ids: NDArray[np.int32]
