@@ -18,7 +18,7 @@ ROOT = Path(batchgen.__file__).parent
 README = ROOT.parent / "README.md"
 PLANNING = ("scheduler", "planner", "prompt_table", "prefix_tree", "block_manager", "cache_tiers")
 NO_NUMBA = tuple(f"batchgen.engine.{name}" for name in PLANNING)
-LEAVES = ("batchgen.report", "batchgen.compare", "batchgen.compare_view")
+LEAVES = ("batchgen.report", "batchgen.compare", "batchgen.compare_view", "batchgen.session", "batchgen.integrations")
 BELOW_ENGINE = ("batchgen.text", "batchgen.io", "batchgen.models", "batchgen.spec")
 Graph = Mapping[str, frozenset[str]]
 
