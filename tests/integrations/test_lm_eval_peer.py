@@ -40,7 +40,7 @@ def hf_model(path: Path, batch_size: int = 4) -> Any:
 
 
 def test_metrics_and_scores_are_those_of_hf(tmp_path: Path, model: ModelFile, float32_session) -> None:
-    write_tasks(tmp_path, 6)
+    write_tasks(tmp_path, 3)
     ours = evaluate(BatchgenLM(float32_session), TASKS, tmp_path)
     theirs = evaluate(hf_model(model.file.path), TASKS, tmp_path)
     for task in TASKS:
