@@ -30,21 +30,21 @@ def hidden_states(model: ModelFile, tokens: np.ndarray) -> np.ndarray:
     """(tokens, hidden size): the whole model in a dozen lines, by the reference's own functions, without a cache."""
     config, s = model.config, model.config.shape
     x = model.dequantize("token_embd.weight")[tokens]
-    cos, sin = (table[: len(tokens)] for table in config.rope_table(len(tokens)))
+    cos, sin = (tables[0] for tables in config.rope_tables(len(tokens)))
     heads = {"q": s.num_heads, "k": s.num_kv_heads, "v": s.num_kv_heads}
     for i in range(s.num_layers):
         w = {name: weight(model, f"blk.{i}.{name}") for name in ("attn_norm", "attn_output", "ffn_norm", "ffn_down")}
-        normed = rms_norm(x, w["attn_norm"], config.rms_norm_eps)
+        normed = rms_norm(x, w["attn_norm"], config.norm_eps)
         q, k, v = (
             (normed @ unpaired(model, f"blk.{i}.attn_{name}", count).T).reshape(-1, count, s.head_dim)
             for name, count in heads.items()
         )
         attended = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(x), -1)
         x = x + attended @ w["attn_output"].T
-        normed = rms_norm(x, w["ffn_norm"], config.rms_norm_eps)
+        normed = rms_norm(x, w["ffn_norm"], config.norm_eps)
         gate, up = (normed @ weight(model, f"blk.{i}.ffn_{name}").T for name in ("gate", "up"))
         x = x + swiglu(gate, up) @ w["ffn_down"].T
-    return rms_norm(x, model.dequantize("output_norm.weight"), config.rms_norm_eps)
+    return rms_norm(x, model.dequantize("output_norm.weight"), config.norm_eps)
 
 
 def weight(model: ModelFile, name: str) -> np.ndarray:
