@@ -238,13 +238,13 @@ def check_answers(job: Job, rig: Rig) -> None:
         check_times(output)
 
 
-@settings(REPEATABLE, max_examples=75)
+@settings(REPEATABLE, max_examples=150)
 @given(jobs())
 def test_every_row_is_answered_once_as_if_it_were_alone(job: Job) -> None:
     check_answers(job, run_job(job))
 
 
-@settings(REPEATABLE, max_examples=40)
+@settings(REPEATABLE, max_examples=80)
 @given(tight_jobs(), st.integers(1, 6), st.sampled_from([1, 1, -1]))
 def test_answers_are_the_same_when_memory_is_tight_and_requests_come_late(job: Job, waiting: int, order: int) -> None:
     """Requests in the order of their plan, or from its end: the order decides only how much is shared."""
@@ -257,7 +257,7 @@ def test_answers_are_the_same_when_memory_is_tight_and_requests_come_late(job: J
     check_answers(job, rig)
 
 
-@settings(REPEATABLE, max_examples=40)
+@settings(REPEATABLE, max_examples=80)
 @given(jobs(), st.sampled_from(["planned", "prefill_first"]))
 def test_nothing_is_computed_twice(job: Job, policy: Policy) -> None:
     """With memory enough, as many prompt tokens are computed as the trie of prompts has nodes."""
@@ -269,7 +269,7 @@ def test_nothing_is_computed_twice(job: Job, policy: Policy) -> None:
     assert rig.prefill_tokens == sum(output.num_prompt_tokens - output.num_cached_tokens for output in answered)
 
 
-@settings(REPEATABLE, max_examples=20)
+@settings(REPEATABLE, max_examples=40)
 @given(jobs())
 def test_without_sharing_every_answer_computes_its_prompt(job: Job) -> None:
     job = replace(job, spare_pages=AMPLE, sharing=False)
@@ -288,7 +288,7 @@ def shuffled_but_for_equal_rows(job: Job, order: list[int]) -> list[int]:
     return [turn[place] for place in order]
 
 
-@settings(REPEATABLE, max_examples=20)
+@settings(REPEATABLE, max_examples=40)
 @given(jobs(), st.data())
 def test_row_order_changes_nothing(job: Job, data: st.DataObject) -> None:
     order = shuffled_but_for_equal_rows(job, data.draw(st.permutations(range(len(job.prompts)))))
@@ -298,7 +298,7 @@ def test_row_order_changes_nothing(job: Job, data: st.DataObject) -> None:
     check_answers(job, rig)
 
 
-@settings(REPEATABLE, max_examples=75)
+@settings(REPEATABLE, max_examples=150)
 @given(jobs())
 def test_tight_memory_costs_no_token(job: Job) -> None:
     """Who does not fit beside the kept pages takes them over: any memory that holds the longest row is enough."""
@@ -341,7 +341,7 @@ TIERS = st.builds(
 )
 
 
-@settings(REPEATABLE, max_examples=25)
+@settings(REPEATABLE, max_examples=50)
 @given(st.one_of(jobs(), tight_jobs()), TIERS, st.integers(1, 40))
 def test_tiers_below_the_device_change_no_answer(job: Job, policy: TierPolicy, pages: int) -> None:
     """Also when they forget most of what they are given; the mock looks at everything that is restored."""
@@ -387,7 +387,7 @@ def least_after_restoring(job: Job, kept: set[tuple[int, ...]]) -> int:
     return total
 
 
-@settings(REPEATABLE, max_examples=30)
+@settings(REPEATABLE, max_examples=60)
 @given(jobs(), TIERS)
 def test_a_second_job_computes_no_shared_page_again(job: Job, policy: TierPolicy) -> None:
     """In the order of the sorted prompts, for which that can be told beforehand."""

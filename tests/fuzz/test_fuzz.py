@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.fuzz.batch import MORE_MEMORY, SECONDS
 from tests.fuzz.formats import FORMATS
 
-QUICK = {"gguf-bpe": 700, "gguf-spm": 700, "directory": 300, "spec": 300}
+QUICK = {"gguf-bpe": 1200, "gguf-spm": 1200, "directory": 400, "spec": 500}
 
 
 def test_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +24,7 @@ def test_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
 def test_many_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
     runs = [(name, seed) for seed in range(1, 11) for name in FORMATS]  # some five minutes
     with ThreadPoolExecutor(2) as pool:
-        figures = list(pool.map(lambda run: fuzz(*run, count=6 * QUICK[run[0]]), runs))
+        figures = list(pool.map(lambda run: fuzz(*run, count=4 * QUICK[run[0]]), runs))
     show(capsys, figures)
 
 

@@ -73,9 +73,9 @@ print(count)
 
 
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["often", "anywhere"])
-@pytest.mark.parametrize(("before", "least"), [("empty", 55), ("replaced", 28), ("kept", 70), ("kept unfinished", 70)])
+@pytest.mark.parametrize(("before", "least"), [("empty", 55), ("replaced", 29), ("kept", 70), ("kept unfinished", 70)])
 def test_killed_anywhere_and_finished_by_the_same_command(tmp_path, before, least, stride):
     command = [sys.executable, "-c", DRIVER, str(tmp_path), before, str(stride)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) >= least  # places to die in
+    assert int(result.stdout) > least - stride  # places to die in
